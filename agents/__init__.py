@@ -1,0 +1,1 @@
+"""Policies that choose the three knobs, behind one small protocol."""

@@ -1,0 +1,1 @@
+"""Workloads: one columnar trace, readers for real ones, generators for made ones."""

@@ -1,0 +1,1 @@
+"""Everything that makes a claim: training, replay, experiments, statistics, reports, benchmarks."""

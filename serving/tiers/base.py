@@ -1,0 +1,115 @@
+"""What a tier is: a byte-bounded store of entries, one budget per arm.
+
+A tier decides nothing about expiry or similarity: it returns what it holds, in recency order it evicts what does not fit, and it
+says what it dropped. Expiry is a rule of :mod:`serving.policy`, made from the entry, the knobs and the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+KEY_BYTES = 32
+"""Bytes of a fingerprint (SHA-256); every entry pays for its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One cached answer.
+
+    Attributes:
+        key: Fingerprint of the request, 32 bytes.
+        body: The answer's bytes, as the upstream sent them.
+        written_at: When the answer was stored or last refreshed, seconds since the epoch (or the virtual clock's).
+        input_tokens: Prompt tokens that the answer was billed for.
+        output_tokens: Completion tokens that the answer was billed for.
+        context: Fingerprint of everything but the last user text, 32 bytes; empty where the entry has no vector.
+        vector: Embedding of the last user text, int8 bytes; empty where it has none.
+    """
+
+    key: bytes
+    body: bytes
+    written_at: float
+    input_tokens: int = 0
+    output_tokens: int = 0
+    context: bytes = b""
+    vector: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the entry takes from its arm's budget: key, body, context and vector."""
+        return KEY_BYTES + len(self.body) + len(self.context) + len(self.vector)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What one arm holds in a tier.
+
+    Attributes:
+        entries: Number of entries, expired ones included (they keep their bytes until read, evicted or collected).
+        bytes: Their bytes.
+        budget: The byte budget.
+        evictions: Entries dropped for want of room since the tier was opened.
+    """
+
+    entries: int
+    bytes: int
+    budget: int
+    evictions: int
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """A byte-bounded store of entries with one budget per arm, evicting the least recently used first.
+
+    Every method is safe to call concurrently from one event loop. An unreachable store raises :class:`TierUnavailable`; the cache
+    turns that into a miss.
+    """
+
+    name: str
+
+    async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
+        """Return the entry, expired or not, and make it the most recently used if ``touch``."""
+        ...
+
+    async def put(self, arm: str, entry: Entry) -> int:
+        """Store the entry as the most recently used and evict what no longer fits.
+
+        An entry larger than the whole budget is not stored, and an older one under its key is removed.
+
+        Returns:
+            The number of other entries evicted.
+        """
+        ...
+
+    async def touch(self, arm: str, key: bytes) -> None:
+        """Make the entry the most recently used, if it is there."""
+        ...
+
+    async def delete(self, arm: str, key: bytes) -> bool:
+        """Remove the entry; whether it was there."""
+        ...
+
+    async def resize(self, arm: str, budget: int) -> int:
+        """Set the arm's byte budget. Shrinking evicts at once, oldest first; growing never drops.
+
+        Returns:
+            The number of entries evicted.
+        """
+        ...
+
+    async def flush(self, arm: str) -> int:
+        """Remove every entry of the arm; how many there were."""
+        ...
+
+    async def stats(self, arm: str) -> TierStats:
+        """Return what the arm holds."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections and memory. The tier is not usable afterwards."""
+        ...
+
+
+class TierUnavailable(RuntimeError):
+    """The store behind a tier did not answer in time or refused."""

@@ -1,0 +1,1 @@
+"""The control plane beside a live cache, and the command line."""
