@@ -97,9 +97,7 @@ class Cost:
     @property
     def total(self) -> float:
         """The sum of all terms."""
-        return (
-            self.tokens + self.refresh + self.latency + self.memory + self.staleness + self.slo + self.change
-        )
+        return self.tokens + self.refresh + self.latency + self.memory + self.staleness + self.slo + self.change
 
     def to_dict(self) -> dict[str, float]:
         """Return the terms and ``total``."""
@@ -116,9 +114,7 @@ def price(usage: Usage, prices: Prices) -> Cost:
         return Cost(*([math.nan] * 7))
     per_thousand = 1000.0 / usage.requests
     tokens = usage.input_tokens * prices.input_mtok + usage.output_tokens * prices.output_mtok
-    refresh = (
-        usage.refresh_input_tokens * prices.input_mtok + usage.refresh_output_tokens * prices.output_mtok
-    )
+    refresh = usage.refresh_input_tokens * prices.input_mtok + usage.refresh_output_tokens * prices.output_mtok
     hours = usage.duration * prices.time_scale / 3600.0
     over = usage.p99 - prices.slo_p99
     return Cost(
@@ -175,7 +171,5 @@ def grid_cost(
     hours = duration * prices.time_scale / 3600.0
     memory = sizes.astype(np.float64) / GIB * hours * prices.memory_gib_hour / requests
     stale = stale_hits / requests * prices.stale_answer
-    cost: npt.NDArray[np.float64] = 1000.0 * (
-        (1.0 - ratio) * per_miss + ratio * per_hit + memory[:, None] + stale
-    )
+    cost: npt.NDArray[np.float64] = 1000.0 * ((1.0 - ratio) * per_miss + ratio * per_hit + memory[:, None] + stale)
     return cost

@@ -62,9 +62,7 @@ class DesiredState:
                 str(value.get("reason", "")),
             )
         except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
-            raise ValueError(
-                f"desired knobs: expected a document with version, arms, written_at; got {raw!r}"
-            ) from error
+            raise ValueError(f"desired knobs: expected a document with version, arms, written_at; got {raw!r}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,7 @@ class Knobs:
     warmup_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.cache_size, bool)
-            or not isinstance(self.cache_size, (int, np.integer))
-            or self.cache_size < 0
-        ):
+        if isinstance(self.cache_size, bool) or not isinstance(self.cache_size, (int, np.integer)) or self.cache_size < 0:
             raise ValueError(f"cache_size: expected a whole number of bytes >= 0, got {self.cache_size!r}")
         if not self.ttl > 0:
             raise ValueError(f"ttl: expected seconds > 0 (or inf for never), got {self.ttl!r}")
@@ -103,9 +99,7 @@ class KnobSpace:
     def __post_init__(self) -> None:
         for low, high, what in ((self.min_size, self.max_size, "size"), (self.min_ttl, self.max_ttl, "ttl")):
             if not 0 < low < high or math.isinf(high):
-                raise ValueError(
-                    f"knob space: expected 0 < min_{what} < max_{what} < inf, got {low!r} and {high!r}"
-                )
+                raise ValueError(f"knob space: expected 0 < min_{what} < max_{what} < inf, got {low!r} and {high!r}")
         if not 0 <= self.max_warmup <= 1:
             raise ValueError(f"knob space: max_warmup: expected 0..1, got {self.max_warmup!r}")
         if min(self.size_steps, self.ttl_steps, self.warmup_steps) < 2:
@@ -139,12 +133,8 @@ class KnobSpace:
         inside = self.clip(knobs)
         return np.array(
             [
-                (self.size_steps - 1)
-                * math.log(inside.cache_size / self.min_size)
-                / math.log(self.max_size / self.min_size),
-                (self.ttl_steps - 1)
-                * math.log(inside.ttl / self.min_ttl)
-                / math.log(self.max_ttl / self.min_ttl),
+                (self.size_steps - 1) * math.log(inside.cache_size / self.min_size) / math.log(self.max_size / self.min_size),
+                (self.ttl_steps - 1) * math.log(inside.ttl / self.min_ttl) / math.log(self.max_ttl / self.min_ttl),
                 (self.warmup_steps - 1) * (inside.warmup_ratio / self.max_warmup if self.max_warmup else 0.0),
             ]
         )
@@ -158,9 +148,7 @@ class KnobSpace:
         position = np.asarray(steps, dtype=np.float64)
         if position.shape != (3,) or not np.all(np.isfinite(position)):
             raise ValueError(f"knob space: expected three finite grid positions, got {steps!r}")
-        size, ttl, warm = position / np.array(
-            [self.size_steps - 1, self.ttl_steps - 1, self.warmup_steps - 1]
-        )
+        size, ttl, warm = position / np.array([self.size_steps - 1, self.ttl_steps - 1, self.warmup_steps - 1])
         size, ttl, warm = min(max(size, 0.0), 1.0), min(max(ttl, 0.0), 1.0), min(max(warm, 0.0), 1.0)
         return self.clip(
             Knobs(

@@ -32,7 +32,5 @@ def trace(name: str) -> Path:
     """Path of a real trace; set CACHEPILOT_TRACES to the folder that holds them."""
     path = TRACES / name
     if not path.is_file():
-        _missing(
-            f"needs the trace {name} in {TRACES}: set CACHEPILOT_TRACES to the folder of the real traces"
-        )
+        _missing(f"needs the trace {name} in {TRACES}: set CACHEPILOT_TRACES to the folder of the real traces")
     return path

@@ -53,9 +53,7 @@ class Trace:
                 )
         if count and np.any(np.diff(self.time) < 0):
             row = int(np.argmax(np.diff(self.time) < 0)) + 1
-            raise ValueError(
-                f"trace {self.name}: row {row}: time goes backwards ({self.time[row - 1]} to {self.time[row]})"
-            )
+            raise ValueError(f"trace {self.name}: row {row}: time goes backwards ({self.time[row - 1]} to {self.time[row]})")
         if count and self.size.min() <= 0:
             row = int(np.argmin(self.size))
             raise ValueError(f"trace {self.name}: row {row}: expected a size > 0, got {self.size[row]}")
