@@ -1,4 +1,4 @@
-"""What a test needs from its machine. Missing: the test is skipped by name with the reason, or fails where nothing may be skipped."""
+"""What a test needs from its machine. Missing: the test is skipped by name, or fails where nothing may be skipped."""
 
 from __future__ import annotations
 

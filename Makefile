@@ -1,0 +1,62 @@
+# Two commands are enough: `make demo` runs the main job, `make test` checks everything.
+# Each creates .venv from the lock file if it is missing. More arguments: make demo ARGS="--minutes 2"
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help demo test lint unit bench lock clean setup setup-dev system-packages
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make demo             the whole line on this machine, at most 4 minutes, ends with a report
+demo: setup
+	$(BIN)/cachepilot demo $(ARGS)
+
+## make test             lint, types, layers and all tests (PYTEST_ARGS="..." to narrow)
+test: setup-dev system-packages lint unit
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+## make bench            our figures beside the peers', in one run
+bench: setup-dev system-packages
+	scripts/install-peers.sh
+	$(BIN)/cachepilot bench $(ARGS)
+
+## make lock             write requirements.lock anew
+lock: setup-dev
+	scripts/lock.sh
+
+setup: $(VENV)/.runtime
+setup-dev: $(VENV)/.dev
+
+system-packages:
+	scripts/install-system-packages.sh
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "cachepilot needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The lock holds one consistent set for the package and all its extras; as constraints, only what is asked for gets installed.
+$(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
+	$(PIP) install --quiet --constraint requirements.lock --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install --quiet --constraint requirements.lock --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
