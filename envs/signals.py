@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from envs.objective import Usage
 from serving.ghost import GhostCurve
 
 NAN = math.nan
@@ -78,3 +79,24 @@ class ArmSignals:
     regret: float = NAN
     ghost: GhostCurve | None = None
     age: Mapping[str, float] = field(default_factory=dict)
+
+    def usage(self, budget_bytes: float, change_steps: float = 0.0) -> Usage:
+        """Return what the window used, ready to be priced.
+
+        Args:
+            budget_bytes: The ``cache_size`` that was in force.
+            change_steps: Grid steps by which the knobs were moved at the window's start.
+        """
+        return Usage(
+            requests=self.requests,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            latency_seconds=self.latency_sum,
+            p99=self.p99,
+            stale_hits=self.stale_hits,
+            budget_bytes=budget_bytes,
+            duration=self.window,
+            refresh_input_tokens=self.refresh_input_tokens,
+            refresh_output_tokens=self.refresh_output_tokens,
+            change_steps=change_steps,
+        )
