@@ -84,8 +84,16 @@ class VersionConflict(RuntimeError):
     """Somebody else wrote a newer desired state first."""
 
 
+class ConfigStoreUnavailable(RuntimeError):
+    """The config store did not answer in time or refused; says where it was looked for."""
+
+
 class ConfigStore(Protocol):
-    """Where the desired and the applied knobs are kept."""
+    """Where the desired and the applied knobs are kept.
+
+    ``read``, ``write``, ``report`` and ``applied`` raise :class:`ConfigStoreUnavailable` when the store cannot be reached;
+    ``watch`` never does.
+    """
 
     async def read(self) -> DesiredState | None:
         """Return the desired state, or None before the first write."""

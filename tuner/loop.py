@@ -1,0 +1,288 @@
+"""The control loop beside a live cache: every interval observe, decide, guard, apply, verify, record.
+
+A fault of any part makes the loop hold and say so; it never guesses. A loop that dies leaves the gateways on their last knobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from agents.policy import Policy, Proposal
+from envs.live_signals import read_signals
+from envs.objective import Cost, Prices, price
+from envs.observation import ObservationBuilder
+from envs.signals import ArmSignals
+from envs.sources import SignalSource, SourceUnavailable
+from experiments.ledger import DecisionRecord, signals_to_dict
+from serving.config_store import ConfigStore, ConfigStoreUnavailable, DesiredState, VersionConflict
+from serving.knobs import Knobs, KnobSpace
+from tuner.guard import GuardLimits, Verdict, judge
+
+CONFIRM_POLL = 0.1
+"""Seconds between two looks at what the replicas report."""
+
+
+class Recorder(Protocol):
+    """Where decisions go; the ledger is one."""
+
+    def record_decision(self, record: DecisionRecord) -> None:
+        """Store one decision durably."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the loop needs to know beside its parts.
+
+    Attributes:
+        namespace: The cache's namespace.
+        interval: Seconds between two decisions.
+        window: Seconds of signals that a decision looks at, at least two scrapes long.
+        confirm_timeout: Seconds that the replicas have to report a new version.
+        space: The knob space.
+        prices: What things cost.
+        limits: The guard's limits.
+    """
+
+    namespace: str
+    interval: float
+    window: float
+    confirm_timeout: float
+    space: KnobSpace
+    prices: Prices
+    limits: GuardLimits = field(default_factory=GuardLimits)
+
+
+@dataclass(frozen=True)
+class ArmStep:
+    """One arm in one interval: what was seen, what it cost, and, where a policy rules the arm, what was decided."""
+
+    arm: str
+    knobs: Knobs
+    signals: ArmSignals
+    cost: Cost
+    proposal: Proposal | None = None
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One turn of the loop.
+
+    Attributes:
+        index: Number of the turn, from 1.
+        at: When the signals were read, seconds since the epoch.
+        state: The desired state after the turn.
+        arms: What happened by arm.
+        expected: Replicas that report to the config store.
+        confirmed: Those of them that run the desired version.
+        fault: What went wrong, or ``""``.
+    """
+
+    index: int
+    at: float
+    state: DesiredState
+    arms: Mapping[str, ArmStep]
+    expected: int
+    confirmed: int
+    fault: str = ""
+
+
+class Tuner:
+    """Runs the loop over one namespace.
+
+    Args:
+        store: The config store.
+        source: Where signals come from.
+        policies: The policy of every arm that is tuned; other arms are only observed.
+        recorder: The ledger.
+        settings: See :class:`LoopSettings`.
+        clock: Seconds since the epoch.
+        wait: Waits so many seconds; returns True if the loop should end.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ConfigStore,
+        source: SignalSource,
+        policies: Mapping[str, Policy],
+        recorder: Recorder,
+        settings: LoopSettings,
+        clock: Callable[[], float],
+        wait: Callable[[float], Awaitable[bool]],
+    ) -> None:
+        self._store = store
+        self._source = source
+        self._policies = dict(policies)
+        self._recorder = recorder
+        self._settings = settings
+        self._clock = clock
+        self._wait = wait
+        self._builders = {arm: ObservationBuilder(settings.space, settings.prices) for arm in policies}
+        self._change_steps = dict.fromkeys(policies, 0.0)
+        self._state: DesiredState | None = None
+        self._index = 0
+
+    async def start(self, initial: Mapping[str, Knobs]) -> DesiredState:
+        """Take over the desired state, or write the first one from ``initial``.
+
+        Raises:
+            ConfigStoreUnavailable: If the store cannot be reached: a loop that cannot apply anything does not start.
+            ValueError: If the state in the store lacks an arm that is to be tuned.
+        """
+        for policy in self._policies.values():
+            policy.reset()
+        state = await self._store.read()
+        if state is None:
+            try:
+                state = await self._store.write(
+                    initial, expected_version=0, author="tuner", reason="initial knobs from the settings", now=self._clock()
+                )
+            except VersionConflict:
+                state = await self._store.read()
+        if state is None:
+            raise ConfigStoreUnavailable("the config store lost the desired state just written; is its Redis evicting keys?")
+        absent = sorted(set(self._policies) - set(state.arms))
+        if absent:
+            raise ValueError(f"tune: arm {absent[0]!r} is not in the config store; it has {sorted(state.arms)}")
+        self._state = state
+        return state
+
+    async def run(
+        self, *, max_intervals: int | None = None, on_interval: Callable[[Interval], Awaitable[None] | None] | None = None
+    ) -> int:
+        """Turn until told to stop or ``max_intervals`` is reached; :meth:`start` comes first.
+
+        Returns:
+            The number of turns made.
+        """
+        turns = 0
+        due = self._clock() + self._settings.interval
+        while max_intervals is None or turns < max_intervals:
+            if await self._wait(max(0.0, due - self._clock())):
+                break
+            # A slow turn is not followed by a burst: turns that were missed are left out.
+            due = max(due, self._clock()) + self._settings.interval
+            turn = await self.step()
+            turns += 1
+            if on_interval is not None:
+                result = on_interval(turn)
+                if result is not None:
+                    await result
+        return turns
+
+    async def step(self) -> Interval:
+        """Make one turn now."""
+        state = self._state
+        if state is None:
+            raise RuntimeError("start() comes before step()")
+        self._index += 1
+        now = self._clock()
+        fault = ""
+        try:
+            state = await self._store.read() or state
+        except ConfigStoreUnavailable as error:
+            fault = f"config store: {error}"
+        signals, unreadable = await asyncio.to_thread(self._observe, state, now)
+        fault = fault or unreadable
+        steps = {arm: self._decide(arm, state.arms[arm], seen) for arm, seen in signals.items()}
+        wanted = {arm: step.verdict.knobs for arm, step in steps.items() if step.verdict and step.verdict.changes}
+        if wanted and not fault:
+            state, fault = await self._apply(state, wanted, steps)
+        expected, confirmed, silent = (0, 0, fault) if fault else await self._verify(state)
+        self._state = state
+        turn = Interval(self._index, now, state, steps, expected, confirmed, fault or silent)
+        self._record(turn, wanted if not fault else {})
+        return turn
+
+    def _observe(self, state: DesiredState, now: float) -> tuple[dict[str, ArmSignals], str]:
+        settings = self._settings
+        try:
+            self._source.refresh()
+            return {
+                arm: read_signals(
+                    self._source, arm, window=settings.window, now=now, knobs=knobs, space=settings.space, prices=settings.prices
+                )
+                for arm, knobs in state.arms.items()
+            }, ""
+        except SourceUnavailable as error:
+            return {arm: ArmSignals(arm, now, settings.window) for arm in state.arms}, f"signals: {error}"
+
+    def _decide(self, arm: str, knobs: Knobs, signals: ArmSignals) -> ArmStep:
+        cost = price(signals.usage(knobs.cache_size, self._change_steps.get(arm, 0.0)), self._settings.prices)
+        policy = self._policies.get(arm)
+        if policy is None:
+            return ArmStep(arm, knobs, signals, cost)
+        observation = self._builders[arm].build(signals, knobs)
+        proposal = policy.decide(observation)
+        verdict = judge(proposal, knobs, signals, self._settings.space, self._settings.limits)
+        return ArmStep(arm, knobs, signals, cost, proposal, verdict)
+
+    async def _apply(
+        self, state: DesiredState, wanted: Mapping[str, Knobs], steps: Mapping[str, ArmStep]
+    ) -> tuple[DesiredState, str]:
+        reason = "; ".join(f"{arm}: {step.proposal.reason}" for arm, step in steps.items() if arm in wanted and step.proposal)
+        try:
+            written = await self._store.write(
+                {**state.arms, **wanted}, expected_version=state.version, author="tuner", reason=reason, now=self._clock()
+            )
+        except VersionConflict:
+            return state, "somebody else wrote newer knobs; held until the next interval"
+        except ConfigStoreUnavailable as error:
+            return state, f"config store: {error}"
+        space = self._settings.space
+        for arm in self._policies:
+            move = space.to_steps(written.arms[arm]) - space.to_steps(state.arms[arm])
+            self._change_steps[arm] = float(np.sqrt(np.sum(move**2)))
+        return written, ""
+
+    async def _verify(self, state: DesiredState) -> tuple[int, int, str]:
+        """Wait until every replica that reports runs the desired version."""
+        deadline = self._clock() + self._settings.confirm_timeout
+        while True:
+            try:
+                replicas = await self._store.applied()
+            except ConfigStoreUnavailable as error:
+                return 0, 0, f"config store: {error}"
+            behind = sorted(item.replica for item in replicas if item.version < state.version)
+            confirmed = len(replicas) - len(behind)
+            if replicas and not behind:
+                return len(replicas), confirmed, ""
+            if self._clock() >= deadline or await self._wait(CONFIRM_POLL):
+                if not replicas:
+                    return 0, 0, "no replica reports its knobs: is the gateway running in this namespace?"
+                return len(replicas), confirmed, f"version {state.version} not confirmed by {', '.join(behind)}"
+
+    def _record(self, turn: Interval, written: Mapping[str, Knobs]) -> None:
+        for arm, step in turn.arms.items():
+            proposal, verdict = step.proposal, step.verdict
+            policy = self._policies.get(arm)
+            reason = "observed only" if verdict is None else f"{verdict.reason} ({proposal.reason if proposal else ''})"
+            total = step.cost.total
+            self._recorder.record_decision(
+                DecisionRecord(
+                    at=turn.at,
+                    namespace=self._settings.namespace,
+                    arm=arm,
+                    policy=policy.name if policy else "static",
+                    signals=signals_to_dict(step.signals),
+                    current=step.knobs,
+                    proposal=proposal.knobs if proposal else None,
+                    verdict=verdict.action if verdict else "observe",
+                    reason=f"{reason}; {turn.fault}" if turn.fault else reason,
+                    applied=written.get(arm, step.knobs),
+                    version=turn.state.version,
+                    replicas_expected=turn.expected,
+                    replicas_confirmed=turn.confirmed,
+                    cost=total if math.isfinite(total) else None,
+                )
+            )
+            if arm not in written and arm in self._change_steps:
+                self._change_steps[arm] = 0.0
