@@ -1,0 +1,177 @@
+"""One settings tree: a YAML file and ``CACHEPILOT_*`` variables over each package's own settings. Unknown keys are refused.
+
+A variable names its key with double underscores: ``CACHEPILOT_SERVING__REDIS_URL``, ``CACHEPILOT_TUNER__INTERVAL``.
+Order of precedence: what the command line sets, then variables, then the file, then the defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agents.settings import AgentSettings
+from envs.objective import Prices
+from envs.settings import EnvSettings
+from experiments.settings import ExperimentSettings
+from serving.settings import ServingSettings
+from tuner.guard import GuardLimits
+
+PREFIX = "CACHEPILOT_"
+NOT_SETTINGS = frozenset({"CACHEPILOT_CONFIG", "CACHEPILOT_TRACES", "CACHEPILOT_REQUIRE_ALL"})
+"""Variables with the prefix that are no settings."""
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be used; the text names the key, the value and what was expected."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SignalSettings(_Section):
+    """Where the tuner reads signals."""
+
+    kind: Literal["scrape", "prometheus"] = "scrape"
+    prometheus_url: str = "http://127.0.0.1:9090"
+    targets: list[str] = Field(
+        default_factory=list, description="URLs to scrape, or a Prometheus file_sd JSON file, when kind is scrape"
+    )
+    model_metrics: str | None = Field(None, description="URL of the model server's metrics, scraped as well")
+
+
+class GuardSettings(_Section):
+    """Limits of the guard; see :class:`tuner.guard.GuardLimits`."""
+
+    max_steps: tuple[float, float, float] = GuardLimits.__dataclass_fields__["max_steps"].default
+    dead_band: float = Field(0.25, ge=0)
+    max_age: float = Field(60.0, gt=0)
+    min_requests: float = Field(20.0, ge=0)
+
+    def limits(self) -> GuardLimits:
+        """Return the guard's own form."""
+        return GuardLimits(**self.model_dump())
+
+
+class TunerSettings(_Section):
+    """The control loop."""
+
+    arm: str = Field("treatment", description="the arm that is tuned; others are observed")
+    policy: str = Field("ppo", description="ppo, curve, static:<size>,<ttl>,<warmup>, or the directory of an artifact")
+    interval: float = Field(30.0, gt=0, description="seconds between two decisions")
+    window: float | None = Field(None, gt=0, description="seconds of signals per decision; default: the interval")
+    confirm_timeout: float = Field(10.0, gt=0)
+    signals: SignalSettings = SignalSettings()
+    guard: GuardSettings = GuardSettings()
+
+
+class Settings(_Section):
+    """Everything."""
+
+    serving: ServingSettings = ServingSettings()
+    envs: EnvSettings = EnvSettings()
+    agents: AgentSettings = AgentSettings()
+    experiments: ExperimentSettings = ExperimentSettings()
+    tuner: TunerSettings = TunerSettings()
+
+    @property
+    def prices(self) -> Prices:
+        """What things cost."""
+        return self.envs.prices.to_prices()
+
+
+def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings.
+
+    Args:
+        path: A YAML file; else the one that ``CACHEPILOT_CONFIG`` names; else none.
+        environ: The environment; default: the process's own.
+
+    Raises:
+        SettingsError: If the file cannot be read or parsed, or a key or value is not as expected.
+    """
+    variables = os.environ if environ is None else environ
+    if path is None and variables.get("CACHEPILOT_CONFIG"):
+        path = Path(variables["CACHEPILOT_CONFIG"])
+    tree = _read_file(path) if path is not None else {}
+    origin: dict[tuple[str, ...], str] = {}
+    for name, raw in sorted(variables.items()):
+        if name.startswith(PREFIX) and name not in NOT_SETTINGS:
+            keys = tuple(name[len(PREFIX) :].lower().split("__"))
+            _insert(tree, keys, _parse(name, raw), name)
+            origin[keys] = name
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, path, origin)) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {error}; expected a readable YAML file") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        raise SettingsError(f"settings file {path}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise SettingsError(f"settings file {path}: expected a mapping of sections at the top, got {type(tree).__name__}")
+    return tree
+
+
+def _parse(name: str, raw: str) -> Any:
+    """A variable's value is YAML, so that numbers, lists and null mean what they do in the file."""
+    try:
+        return yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise SettingsError(f"variable {name}: value {raw!r} is not YAML; quote it") from None
+
+
+def _insert(tree: dict[str, Any], keys: tuple[str, ...], value: Any, name: str) -> None:
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise SettingsError(f"variable {name}: {key!r} is a value, not a section")
+        node = child
+    node[keys[-1]] = value
+
+
+def _explain(error: ValidationError, path: Path | None, origin: Mapping[tuple[str, ...], str]) -> str:
+    lines = []
+    for item in error.errors():
+        keys = tuple(str(part) for part in item["loc"])
+        variable = next((name for key, name in origin.items() if keys[: len(key)] == key), None)
+        where = f"variable {variable}" if variable else f"settings file {path}" if path else "settings"
+        dotted = ".".join(keys)
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(keys[:-1])
+            close = difflib.get_close_matches(keys[-1], known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of: {', '.join(known)}"
+            lines.append(f"{where}: {dotted} = {item['input']!r}: unknown key; {hint}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: {dotted} = {item['input']!r}: {message[0].lower() + message[1:]}")
+    return "\n".join(lines)
+
+
+def _known_keys(keys: tuple[str, ...]) -> list[str]:
+    """Names that a section has, following ``keys`` down the tree of models."""
+    model: Any = Settings
+    for key in keys:
+        field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field is not None else []
+        # A mapping of sections (arms) is passed through by the name in it.
+        model = next((item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)), model)
+    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []

