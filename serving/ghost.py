@@ -112,8 +112,8 @@ class Ghost:
         cells = len(sizes) * len(ttls)
         table = 1 << (4 * max_keys - 1).bit_length()
         positions = 4 * max_keys
-        index = np.zeros(table + positions + 1 + max_keys, np.int32)
-        index[table + positions + 1 :] = np.arange(max_keys)
+        places = np.zeros(table + positions + 1 + max_keys, np.int32)
+        places[table + positions + 1 :] = np.arange(max_keys)
         ctl = np.zeros(8, np.int64)
         ctl[[kernel.N_SIZES, kernel.N_TTLS, kernel.TABLE, kernel.POSITIONS]] = len(sizes), len(ttls), table, positions
         ctl[kernel.NEXT] = 1
@@ -121,7 +121,7 @@ class Ghost:
         self._state = kernel.State(
             slots=np.zeros((max_keys, 6), np.int64),
             written=np.zeros((max_keys, cells + 1)),
-            index=index,
+            places=places,
             tree=np.zeros(positions + 1, np.int64),
             sums=np.zeros(2 * cells + 3),
             ctl=ctl,
@@ -193,13 +193,13 @@ class Ghost:
 
     def flush(self) -> None:
         """Empty the virtual caches of every setting, as the real one was. The window's counts stay."""
-        kernel.forget(self._state.slots, self._state.index, self._state.tree, self._state.ctl)
+        kernel.forget(self._state.slots, self._state.places, self._state.tree, self._state.ctl)
 
     def clone(self) -> Ghost:
         """Return an independent copy."""
         twin = object.__new__(Ghost)
         twin._sizes, twin._ttls = self._sizes, self._ttls
-        twin._state = kernel.State(*(array.copy() for array in self._state))
+        twin._state = kernel.State._make(array.copy() for array in self._state)
         return twin
 
 

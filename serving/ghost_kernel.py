@@ -6,7 +6,7 @@ All state lives in a few flat arrays, so that one access is one call into compil
   patterns.
 * ``written`` (M, S*T + 1) float64: per tracked key and setting the time of the virtual write; last column the time of last
   access.
-* ``index`` (I + P + 1 + M,) int32: hash table of slots, then the slot at each position, then the list of free slots.
+* ``places`` (I + P + 1 + M,) int32: hash table of slots, then the slot at each position, then the list of free slots.
 * ``tree`` (P + 1,) int64: Fenwick tree of bytes over positions.
 * ``sums`` (2*S*T + 3,) float64: hits and stale hits of each setting, then requests, sampled weight and hot weight.
 * ``ctl`` (8,) int64: sizes of all of the above and where things stand.
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
     slots: Ints
     written: Floats
-    index: npt.NDArray[np.int32]
+    places: npt.NDArray[np.int32]
     tree: Ints
     sums: Floats
     ctl: Ints
@@ -83,36 +83,36 @@ def _sum_to(tree: Ints, position: int) -> int:
 
 
 @njit(cache=True)
-def _rebuild(slots: Ints, keep: npt.NDArray[np.bool_], index: npt.NDArray[np.int32], tree: Ints, ctl: Ints) -> None:
+def _rebuild(slots: Ints, keep: npt.NDArray[np.bool_], places: npt.NDArray[np.int32], tree: Ints, ctl: Ints) -> None:
     """Renumber positions from 1 without gaps, keep only the marked slots, rebuild the table, the tree and the free list."""
     table, positions = ctl[TABLE], ctl[POSITIONS]
     free = table + positions + 1
     last = 0
     for position in range(1, ctl[NEXT]):
-        slot = index[table + position] - 1
-        index[table + position] = 0
+        slot = places[table + position] - 1
+        places[table + position] = 0
         if slot >= 0 and keep[slot]:
             last += 1
-            index[table + last] = slot + 1
+            places[table + last] = slot + 1
             slots[slot, POSITION] = last
     tree[:] = 0
     for position in range(1, last + 1):
-        tree[position] += slots[index[table + position] - 1, SIZE]
+        tree[position] += slots[places[table + position] - 1, SIZE]
         parent = position + (position & -position)
         if parent < len(tree):
             tree[parent] += tree[position]
-    index[:table] = 0
+    places[:table] = 0
     tracked = 0
     spare = 0
     for slot in range(len(keep)):
         if keep[slot]:
             tracked += 1
             cell = slots[slot, HASH] & (table - 1)
-            while index[cell] != 0:
+            while places[cell] != 0:
                 cell = (cell + 1) & (table - 1)
-            index[cell] = slot + 1
+            places[cell] = slot + 1
         else:
-            index[free + spare] = slot
+            places[free + spare] = slot
             spare += 1
     ctl[NEXT] = last + 1
     ctl[TRACKED] = tracked
@@ -120,7 +120,7 @@ def _rebuild(slots: Ints, keep: npt.NDArray[np.bool_], index: npt.NDArray[np.int
 
 @njit(cache=True)
 def _make_room(
-    now: float, slots: Ints, written: Floats, index: npt.NDArray[np.int32], tree: Ints, ctl: Ints, grid: Floats
+    now: float, slots: Ints, written: Floats, places: npt.NDArray[np.int32], tree: Ints, ctl: Ints, grid: Floats
 ) -> None:
     """Drop keys that no setting can hit any more; where that frees less than a quarter, halve the sampling rate."""
     table, sizes, ttls = ctl[TABLE], ctl[N_SIZES], ctl[N_TTLS]
@@ -133,7 +133,7 @@ def _make_room(
     weight = float(1 << ctl[SHIFT])
     above = 0
     for position in range(ctl[NEXT] - 1, 0, -1):
-        slot = index[table + position] - 1
+        slot = places[table + position] - 1
         if slot >= 0:
             size = slots[slot, SIZE]
             if above * weight + size <= largest and now - written[slot, sizes * ttls] <= longest:
@@ -148,7 +148,7 @@ def _make_room(
             if keep[slot] and (np.uint64(slots[slot, HASH]) >> bits) != np.uint64(0):
                 keep[slot] = False
             tracked += keep[slot]
-    _rebuild(slots, keep, index, tree, ctl)
+    _rebuild(slots, keep, places, tree, ctl)
 
 
 @njit(f"void(uint64, int64, float64, {_STATE})", cache=True)
@@ -158,7 +158,7 @@ def access(
     now: float,
     slots: Ints,
     written: Floats,
-    index: npt.NDArray[np.int32],
+    places: npt.NDArray[np.int32],
     tree: Ints,
     sums: Floats,
     ctl: Ints,
@@ -174,21 +174,21 @@ def access(
         return
 
     cell = np.int64(mixed) & (table - 1)
-    slot = index[cell] - 1
+    slot = places[cell] - 1
     while slot >= 0 and slots[slot, NAME] != np.int64(name):
         cell = (cell + 1) & (table - 1)
-        slot = index[cell] - 1
+        slot = places[cell] - 1
     if slot < 0:
         if ctl[TRACKED] == len(slots):
-            _make_room(now, slots, written, index, tree, ctl, grid)
+            _make_room(now, slots, written, places, tree, ctl, grid)
             if ctl[SHIFT] > 0 and (mixed >> np.uint64(64 - ctl[SHIFT])) != np.uint64(0):
                 return
             cell = np.int64(mixed) & (table - 1)
-            while index[cell] != 0:
+            while places[cell] != 0:
                 cell = (cell + 1) & (table - 1)
-        slot = index[table + ctl[POSITIONS] + 1 + (len(slots) - ctl[TRACKED] - 1)]
+        slot = places[table + ctl[POSITIONS] + 1 + (len(slots) - ctl[TRACKED] - 1)]
         ctl[TRACKED] += 1
-        index[cell] = slot + 1
+        places[cell] = slot + 1
         slots[slot, POSITION] = 0
         slots[slot, COUNT] = 0
         slots[slot, BEFORE] = 0
@@ -197,9 +197,9 @@ def access(
     if ctl[NEXT] > ctl[POSITIONS]:
         keep = np.zeros(len(slots), np.bool_)
         for cell in range(table):
-            if index[cell] != 0:
-                keep[index[cell] - 1] = True
-        _rebuild(slots, keep, index, tree, ctl)
+            if places[cell] != 0:
+                keep[places[cell] - 1] = True
+        _rebuild(slots, keep, places, tree, ctl)
 
     weight = float(1 << ctl[SHIFT])
     sums[2 * cells + WEIGHT] += weight
@@ -215,7 +215,7 @@ def access(
         if first == 0:
             sums[2 * cells + HOT] += weight
         _add(tree, position, -slots[slot, SIZE])
-        index[table + position] = 0
+        places[table + position] = 0
 
     for setting in range(first * ttls):
         written[slot, setting] = now
@@ -241,7 +241,7 @@ def access(
     slots[slot, SIZE] = size
     slots[slot, POSITION] = position
     written[slot, cells] = now
-    index[table + position] = slot + 1
+    places[table + position] = slot + 1
     _add(tree, position, size)
 
 
@@ -252,7 +252,7 @@ def access_many(
     times: Floats,
     slots: Ints,
     written: Floats,
-    index: npt.NDArray[np.int32],
+    places: npt.NDArray[np.int32],
     tree: Ints,
     sums: Floats,
     ctl: Ints,
@@ -260,17 +260,17 @@ def access_many(
 ) -> None:
     """Account for many accesses in order of time."""
     for row in range(len(keys)):
-        access(keys[row], entry_sizes[row], times[row], slots, written, index, tree, sums, ctl, grid)
+        access(keys[row], entry_sizes[row], times[row], slots, written, places, tree, sums, ctl, grid)
 
 
 @njit("void(int64[:,::1], int32[::1], int64[::1], int64[::1])", cache=True)
-def forget(slots: Ints, index: npt.NDArray[np.int32], tree: Ints, ctl: Ints) -> None:
+def forget(slots: Ints, places: npt.NDArray[np.int32], tree: Ints, ctl: Ints) -> None:
     """Empty every setting's virtual cache; the windows' counts stay."""
     table = ctl[TABLE]
     for position in range(1, ctl[NEXT]):
-        slot = index[table + position] - 1
+        slot = places[table + position] - 1
         if slot >= 0:
             slots[slot, POSITION] = 0
-        index[table + position] = 0
+        places[table + position] = 0
     tree[:] = 0
     ctl[NEXT] = 1
