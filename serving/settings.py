@@ -1,0 +1,294 @@
+"""Settings of the data plane. Unknown keys are refused; sizes are bytes, times are seconds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator, model_validator
+
+from serving.knobs import MIB, Knobs, KnobSpace
+from serving.latency import UpstreamModel
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Settings(BaseModel):
+    """Base of every settings model: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"expected an http:// or https:// URL, got {value!r}")
+    return value.rstrip("/")
+
+
+class KnobSettings(Settings):
+    """One setting of the three knobs.
+
+    Attributes:
+        cache_size: Byte budget of the arm across the cluster.
+        ttl: Time to live, seconds; null means never.
+        warmup_ratio: Share of the hot set that is kept warm.
+    """
+
+    cache_size: Annotated[int, Field(ge=0)] = 64 * MIB
+    ttl: Annotated[float, Field(gt=0.0)] | None = 3600.0
+    warmup_ratio: Share = 0.0
+
+    def knobs(self) -> Knobs:
+        """Return the knobs as the cache takes them."""
+        return Knobs(self.cache_size, math.inf if self.ttl is None else self.ttl, self.warmup_ratio)
+
+
+class SpaceSettings(Settings):
+    """Bounds and grid of the knobs; see :class:`serving.knobs.KnobSpace`."""
+
+    min_size: Annotated[int, Field(gt=0)] = 1 * MIB
+    max_size: Annotated[int, Field(gt=0)] = 1024 * MIB
+    min_ttl: Seconds = 10.0
+    max_ttl: Seconds = 86_400.0
+    max_warmup: Share = 0.5
+    size_steps: Annotated[int, Field(ge=2, le=64)] = 16
+    ttl_steps: Annotated[int, Field(ge=2, le=64)] = 8
+    warmup_steps: Annotated[int, Field(ge=2, le=64)] = 6
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpaceSettings:
+        self.space()
+        return self
+
+    def space(self) -> KnobSpace:
+        """Return the knob space."""
+        return KnobSpace(**self.model_dump())
+
+
+class ArmSettings(Settings):
+    """One arm: its share of the keys and its knobs until the tuner writes others."""
+
+    share: Share = 1.0
+    knobs: KnobSettings = KnobSettings()
+
+
+class SemanticSettings(Settings):
+    """Answers by meaning.
+
+    Attributes:
+        enabled: Whether a miss on the exact key is looked up by meaning. Costs an embedding per miss.
+        threshold: Least cosine similarity of two questions that may share an answer.
+        deadline: Seconds an embedding may take before the lookup goes on as a miss.
+    """
+
+    enabled: bool = False
+    threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    deadline: Seconds = 0.5
+
+
+class RulesSettings(Settings):
+    """Rules of the cache that are not knobs.
+
+    Attributes:
+        l1_share: Share of an arm's budget that may be resident in the memory tier.
+        ttl_jitter: Width of the deterministic jitter on the TTL of each key, against expiry storms.
+        staleness_half_life: Seconds after which an answer is outdated with probability one half; null means never.
+        semantic: Answers by meaning.
+    """
+
+    l1_share: Share = 0.25
+    ttl_jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    staleness_half_life: Annotated[float, Field(gt=0.0)] | None = None
+    semantic: SemanticSettings = SemanticSettings()
+
+    @property
+    def half_life(self) -> float:
+        """``staleness_half_life`` as a number; ``inf`` for never."""
+        return math.inf if self.staleness_half_life is None else self.staleness_half_life
+
+
+class UpstreamSettings(Settings):
+    """The model behind the cache: any OpenAI-compatible server.
+
+    Attributes:
+        base_url: As OpenAI's clients take it, with the version: ``https://api.openai.com/v1``.
+        api_key: Sent as a bearer token. Without one the client's own ``Authorization`` header is passed on; warm-up, which has no
+            client, then goes without.
+        timeout: Seconds for one whole call.
+        connect_timeout: Seconds to connect.
+        forward_headers: Request headers passed on to the upstream, besides ``Content-Type`` and ``Authorization``.
+    """
+
+    base_url: str = "http://127.0.0.1:8001/v1"
+    api_key: SecretStr | None = None
+    timeout: Seconds = 600.0
+    connect_timeout: Seconds = 5.0
+    forward_headers: tuple[str, ...] = ("openai-organization", "openai-project", "traceparent", "x-llm-sim-output-tokens")
+
+    _url = field_validator("base_url")(_http_url)
+
+    @field_validator("forward_headers")
+    @classmethod
+    def _lower(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.lower() for name in value)
+
+    @field_serializer("api_key", when_used="json")
+    def _reveal(self, value: SecretStr | None) -> str | None:
+        # Replicas are built from the JSON form on other machines, so it has to hold the key; repr and logs still hide it.
+        return None if value is None else value.get_secret_value()
+
+
+class WarmupSettings(Settings):
+    """Background refreshing of the hot set; the share refreshed is the knob ``warmup_ratio``.
+
+    Attributes:
+        capacity: Keys remembered per arm.
+        half_life: Seconds in which the weight of an access halves.
+        min_score: Least decayed number of accesses for a key to be hot.
+        period: Seconds between two rounds.
+        refresh_ahead: Share of the TTL before its end in which an entry is refreshed already.
+        refreshes_per_second: Rate of refreshes per arm.
+        burst: Refreshes that may be made at once after a quiet time.
+    """
+
+    capacity: Annotated[int, Field(ge=1)] = 1024
+    half_life: Seconds = 600.0
+    min_score: Annotated[float, Field(gt=0.0)] = 1.5
+    period: Seconds = 1.0
+    refresh_ahead: Share = 0.2
+    refreshes_per_second: Annotated[float, Field(ge=0.0)] = 5.0
+    burst: Annotated[int, Field(ge=1)] = 20
+
+
+class GhostSettings(Settings):
+    """The shadow that predicts every other setting.
+
+    Attributes:
+        enabled: Whether it is kept.
+        max_keys: Keys tracked per arm.
+        salt: Of the spatial sample, so that two deployments sample different keys.
+        window: Seconds between two exports of its curve, entropy and drift.
+    """
+
+    enabled: bool = True
+    max_keys: Annotated[int, Field(ge=16)] = 4096
+    salt: int = 0
+    window: Seconds = 5.0
+
+
+class GatewaySettings(Settings):
+    """The whole data plane.
+
+    Attributes:
+        namespace: Separates caches and configurations that share a Redis.
+        redis_url: ``redis://``, ``rediss://`` or ``unix://``; null keeps everything in the one replica's memory.
+        arms: Arms by name; shares sum to 1.
+        salt: Of the assignment of keys to arms.
+        space: Bounds of the knobs.
+        rules: Rules that are not knobs.
+        upstream: The model.
+        warmup: Background refreshing.
+        ghost: The shadow cache.
+        replicas: Gateway replicas.
+        host: Address the ingress listens on.
+        port: Its port; 0 takes a free one.
+        access_log: Folder of the access log; null for none.
+        flush_interval: Seconds between two flushes of metrics and access log.
+        haproxy: Whether the HAProxy ingress is used where it is available.
+    """
+
+    namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")] = "cachepilot"
+    redis_url: str | None = None
+    arms: dict[str, ArmSettings] = Field(default_factory=lambda: {"control": ArmSettings()}, min_length=1)
+    salt: str = ""
+    space: SpaceSettings = SpaceSettings()
+    rules: RulesSettings = RulesSettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    warmup: WarmupSettings = WarmupSettings()
+    ghost: GhostSettings = GhostSettings()
+    replicas: Annotated[int, Field(ge=1)] = 1
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    access_log: Path | None = None
+    flush_interval: Seconds = 1.0
+    haproxy: bool = True
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis(cls, value: str | None) -> str | None:
+        if value is not None and urlsplit(value).scheme not in ("redis", "rediss", "unix", "redis+sentinel"):
+            raise ValueError(f"expected a redis://, rediss:// or unix:// URL, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _shares(self) -> GatewaySettings:
+        total = sum(arm.share for arm in self.arms.values())
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            shares = {name: arm.share for name, arm in self.arms.items()}
+            raise ValueError(f"arms: expected shares that sum to 1, got {shares} (sum {total:g})")
+        if self.replicas > 1 and self.redis_url is None:
+            raise ValueError(f"redis_url: expected a Redis URL, since {self.replicas} replicas share one cache; got null")
+        return self
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the keys by arm."""
+        return {name: arm.share for name, arm in self.arms.items()}
+
+    @property
+    def initial_knobs(self) -> dict[str, Knobs]:
+        """Knobs by arm until the tuner writes others."""
+        return {name: arm.knobs.knobs() for name, arm in self.arms.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON-ready form from which the same settings can be built, the API key included."""
+        return self.model_dump(mode="json")
+
+
+class LlmSimSettings(Settings):
+    """The simulated model server.
+
+    Attributes:
+        host: Address it listens on.
+        port: Its port; 0 takes a free one.
+        model: The name it serves; a request for another name is a 404, as with a real server.
+        revision: Changes every answer, as a new checkpoint does.
+        slots: Requests that run at the same time.
+        ttft: Seconds to the first token.
+        tpot: Seconds per output token of a request that runs alone.
+        contention: Relative slowdown per token when all slots are busy.
+        min_output_tokens: Least length of an answer whose length is not given.
+        max_output_tokens: Greatest length of such an answer.
+        kv_cache_tokens: Tokens that fit into the KV cache, for the usage gauge.
+        log_level: Of the HTTP server.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8001
+    model: Annotated[str, Field(min_length=1)] = "llm-sim"
+    revision: str = "1"
+    slots: Annotated[int, Field(ge=1)] = 8
+    ttft: Annotated[float, Field(ge=0.0)] = 0.08
+    tpot: Annotated[float, Field(ge=0.0)] = 0.002
+    contention: Annotated[float, Field(ge=0.0)] = 0.5
+    min_output_tokens: Annotated[int, Field(ge=1)] = 16
+    max_output_tokens: Annotated[int, Field(ge=1)] = 256
+    kv_cache_tokens: Annotated[int, Field(ge=1)] = 65_536
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LlmSimSettings:
+        if self.min_output_tokens > self.max_output_tokens:
+            raise ValueError(
+                f"expected min_output_tokens <= max_output_tokens, got {self.min_output_tokens} and {self.max_output_tokens}"
+            )
+        return self
+
+    def upstream_model(self) -> UpstreamModel:
+        """Return the latency model."""
+        return UpstreamModel(self.slots, self.ttft, self.tpot, self.contention)
