@@ -6,8 +6,9 @@ says what it dropped. Expiry is a rule of :mod:`serving.policy`, made from the e
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 KEY_BYTES = 32
 """Bytes of a fingerprint (SHA-256); every entry pays for its key."""
@@ -58,15 +59,24 @@ class TierStats:
     evictions: int
 
 
+OnEvict = Callable[[str, Sequence[bytes]], None]
+"""Told the arm and the keys that a tier dropped for want of room."""
+
+
 @runtime_checkable
 class Tier(Protocol):
     """A byte-bounded store of entries with one budget per arm, evicting the least recently used first.
 
     Every method is safe to call concurrently from one event loop. An unreachable store raises :class:`TierUnavailable`; the cache
     turns that into a miss.
+
+    Attributes:
+        name: ``memory``, ``redis``, ...: the label of its metrics.
+        on_evict: Called, before the method that evicted returns, with what this client's own calls dropped for want of room.
     """
 
     name: str
+    on_evict: OnEvict | None
 
     async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
         """Return the entry, expired or not, and make it the most recently used if ``touch``."""
@@ -84,6 +94,14 @@ class Tier(Protocol):
 
     async def touch(self, arm: str, key: bytes) -> None:
         """Make the entry the most recently used, if it is there."""
+        ...
+
+    def touch_soon(self, arm: str, key: bytes) -> None:
+        """Like :meth:`touch` without waiting: in effect at the latest when this client's next call on the arm evicts."""
+        ...
+
+    async def written_at(self, arm: str, keys: Sequence[bytes]) -> list[float | None]:
+        """Return when each entry was written (None: not there), without its body and without making it recently used."""
         ...
 
     async def delete(self, arm: str, key: bytes) -> bool:
@@ -113,3 +131,36 @@ class Tier(Protocol):
 
 class TierUnavailable(RuntimeError):
     """The store behind a tier did not answer in time or refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What another client of a shared tier did.
+
+    Attributes:
+        kind: ``put`` (``keys`` holds the one key), ``evict`` (dropped or deleted), ``flush`` (the arm is empty), ``gap``: the
+            feed was interrupted, or has just begun, and changes may have been missed.
+        arm: The arm; empty for a gap, which concerns all.
+        keys: The entries' keys.
+        context: Context of the entry that was put.
+        vector: Vector of the entry that was put, int8 bytes; empty where it has none.
+    """
+
+    kind: Literal["put", "evict", "flush", "gap"]
+    arm: str = ""
+    keys: tuple[bytes, ...] = ()
+    context: bytes = b""
+    vector: bytes = b""
+
+
+@runtime_checkable
+class SharedTier(Protocol):
+    """What a tier shared by several replicas offers beside :class:`Tier`."""
+
+    def changes(self) -> AsyncIterator[Change]:
+        """Yield what other clients did, as it happens. Never ends by itself: it reconnects, and then yields a gap."""
+        ...
+
+    async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:
+        """Return (key, context, vector) of the most recently used entries that have a vector, among the newest ``limit``."""
+        ...

@@ -1,0 +1,147 @@
+"""The memory tier: a byte-bounded LRU in the process, one budget per arm."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serving.tiers.base import Entry, OnEvict, TierStats
+
+
+@dataclass(slots=True)
+class _Arm:
+    budget: int = 0
+    used: int = 0
+    evictions: int = 0
+    entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
+
+
+class MemoryTier:
+    """An exact LRU over entries, in one process.
+
+    Reads, writes, touches and deletions are O(1); evictions O(1) each; nothing is ever awaited, so the ``*_now`` methods are the
+    same operations for callers on the hot path. It cannot be unavailable. An arm has no room until :meth:`resize` gives it some.
+    Not thread-safe: one event loop.
+    """
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.on_evict: OnEvict | None = None
+        self._arms: dict[str, _Arm] = {}
+
+    def get_now(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
+        """:meth:`get` without awaiting."""
+        held = self._arms.get(arm)
+        if held is None:
+            return None
+        entry = held.entries.get(key)
+        if entry is not None and touch:
+            held.entries.move_to_end(key)
+        return entry
+
+    def put_now(self, arm: str, entry: Entry) -> int:
+        """:meth:`put` without awaiting."""
+        held = self._arm(arm)
+        old = held.entries.pop(entry.key, None)
+        if old is not None:
+            held.used -= old.size
+        size = entry.size
+        if size > held.budget:
+            return 0
+        held.entries[entry.key] = entry
+        held.used += size
+        return self._evict(arm, held)
+
+    def delete_now(self, arm: str, key: bytes) -> bool:
+        """:meth:`delete` without awaiting."""
+        held = self._arms.get(arm)
+        old = held.entries.pop(key, None) if held is not None else None
+        if held is None or old is None:
+            return False
+        held.used -= old.size
+        return True
+
+    def resize_now(self, arm: str, budget: int) -> int:
+        """:meth:`resize` without awaiting."""
+        if budget < 0:
+            raise ValueError(f"memory tier, arm {arm!r}: expected a budget >= 0 bytes, got {budget!r}")
+        held = self._arm(arm)
+        held.budget = budget
+        return self._evict(arm, held)
+
+    def flush_now(self, arm: str) -> int:
+        """:meth:`flush` without awaiting."""
+        held = self._arm(arm)
+        count = len(held.entries)
+        held.entries.clear()
+        held.used = 0
+        return count
+
+    def stats_now(self, arm: str) -> TierStats:
+        """:meth:`stats` without awaiting."""
+        held = self._arm(arm)
+        return TierStats(len(held.entries), held.used, held.budget, held.evictions)
+
+    def touch_soon(self, arm: str, key: bytes) -> None:
+        """Make the entry the most recently used, if it is there: here at once."""
+        self.get_now(arm, key)
+
+    async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
+        """Return the entry, expired or not, and make it the most recently used if ``touch``."""
+        return self.get_now(arm, key, touch=touch)
+
+    async def put(self, arm: str, entry: Entry) -> int:
+        """Store the entry as the most recently used; return how many others were evicted for it."""
+        return self.put_now(arm, entry)
+
+    async def touch(self, arm: str, key: bytes) -> None:
+        """Make the entry the most recently used, if it is there."""
+        self.get_now(arm, key)
+
+    async def written_at(self, arm: str, keys: Sequence[bytes]) -> list[float | None]:
+        """Return when each entry was written; None where it is not there."""
+        found = (self.get_now(arm, key, touch=False) for key in keys)
+        return [None if entry is None else entry.written_at for entry in found]
+
+    async def delete(self, arm: str, key: bytes) -> bool:
+        """Remove the entry; whether it was there."""
+        return self.delete_now(arm, key)
+
+    async def resize(self, arm: str, budget: int) -> int:
+        """Set the arm's budget in bytes; return how many entries were evicted.
+
+        Raises:
+            ValueError: If the budget is negative.
+        """
+        return self.resize_now(arm, budget)
+
+    async def flush(self, arm: str) -> int:
+        """Remove every entry of the arm; how many there were."""
+        return self.flush_now(arm)
+
+    async def stats(self, arm: str) -> TierStats:
+        """Return what the arm holds."""
+        return self.stats_now(arm)
+
+    async def close(self) -> None:
+        """Drop everything."""
+        self._arms.clear()
+
+    def _arm(self, arm: str) -> _Arm:
+        held = self._arms.get(arm)
+        if held is None:
+            held = self._arms[arm] = _Arm()
+        return held
+
+    def _evict(self, arm: str, held: _Arm) -> int:
+        gone: list[bytes] = []
+        while held.used > held.budget:
+            key, entry = held.entries.popitem(last=False)
+            held.used -= entry.size
+            gone.append(key)
+        held.evictions += len(gone)
+        if gone and self.on_evict is not None:
+            self.on_evict(arm, gone)
+        return len(gone)
