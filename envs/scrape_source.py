@@ -32,8 +32,11 @@ from envs.sources import (
     exported_name,
 )
 
-Targets = Iterable[str] | Path | Callable[[], Iterable[str]]
-"""URLs (or host:port), the path of a Prometheus service-discovery file as Ray writes one, or a function that returns URLs."""
+Target = str | Path
+"""A URL or host:port; or a Prometheus service-discovery file as Ray writes one: a ``Path``, or text that ends in ``.json``."""
+
+Targets = Target | Iterable[Target] | Callable[[], Iterable[Target]]
+"""Targets, or a function that returns them."""
 
 _DIRECT = urllib.request.build_opener(
     urllib.request.ProxyHandler({})
@@ -64,7 +67,8 @@ class ScrapeSource:
     less often than it should give ``increase`` two samples per window must start it.
 
     Args:
-        targets: What to scrape. A file or a function is read anew at every scrape.
+        targets: What to scrape; the model server's own metrics (``vllm:...``) are a target like others. Files and functions are
+            read anew at every scrape; a function that fails should raise an ``OSError`` or ``ValueError``.
         prefix: What Ray puts before the gateway's metric names.
         keep: Prefixes of the exported names that are read at all; by default the gateway's and vLLM's.
         selector: Labels that the gateway's series must have.
@@ -89,7 +93,11 @@ class ScrapeSource:
         max_series: int = 20_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._where_from = targets if isinstance(targets, Path) or callable(targets) else list(targets)
+        self._where_from: list[Target] | Callable[[], Iterable[Target]]
+        if isinstance(targets, (str, Path)):
+            self._where_from = [targets]
+        else:
+            self._where_from = targets if callable(targets) else list(targets)
         self._prefix = prefix
         self._keep = keep if keep is not None else (f"{prefix}cachepilot_", "vllm:")
         self._selector = dict(selector)
@@ -146,7 +154,7 @@ class ScrapeSource:
                 tried = f"{self._discovery_error}; {tried}"
             raise SourceUnavailable(
                 f"embedded scraper: no metrics from {self._describe()}: {tried}. Expected Prometheus' text format from at least "
-                "one target: check that the gateway runs and that Ray was started with its dashboard, whose agent exports metrics."
+                "one target: check that the gateway runs and that Ray was started with its dashboard, whose agent exports them."
             )
 
     def increase(self, metric: str, *, by: tuple[str, ...] = (), where: Mapping[str, str] = NO_LABELS, window: float) -> Groups:
@@ -230,9 +238,9 @@ class ScrapeSource:
         return {**(self._selector if metric.startswith("cachepilot_") else {}), **where}
 
     def _describe(self) -> str:
-        if isinstance(self._where_from, Path):
-            return f"the targets of {self._where_from}"
-        return "the targets found" if callable(self._where_from) else ", ".join(self._where_from) or "an empty list of targets"
+        if callable(self._where_from):
+            return "the targets found"
+        return ", ".join(str(target) for target in self._where_from) or "an empty list of targets"
 
     def _scrape(self) -> float:
         """Scrape all targets side by side, so that a dead one delays nobody; return when it began."""
@@ -287,24 +295,25 @@ class ScrapeSource:
                     self._targets[url] = _Target(url, history, labels=labels)
 
 
-def _read_targets(where: list[str] | Path | Callable[[], Iterable[str]]) -> Iterator[tuple[str, dict[str, str]]]:
+def _read_targets(where: list[Target] | Callable[[], Iterable[Target]]) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the URL and the labels of each target."""
-    if not isinstance(where, Path):
-        for target in where() if callable(where) else where:
+    for target in where() if callable(where) else where:
+        if isinstance(target, Path) or (target.endswith(".json") and "://" not in target):
+            yield from _read_file(Path(target))
+        else:
             yield _locate(target, {})
-        return
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     expected = 'a service-discovery file: [{"targets": ["host:port"], "labels": {...}}]'
     try:
-        groups = json.loads(where.read_text())
-        for group in groups:
+        for group in json.loads(path.read_text()):
             for target in group["targets"]:
                 yield _locate(target, {str(key): str(value) for key, value in (group.get("labels") or {}).items()})
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{where}: no such file; expected {expected}. Ray writes it when it starts with its dashboard"
-        ) from error
+        raise ValueError(f"{path}: no such file; expected {expected}. Ray writes it when it starts with its dashboard") from error
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where}: expected {expected}; got {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path}: expected {expected}; got {type(error).__name__}: {error}") from error
 
 
 def _locate(target: str, labels: dict[str, str]) -> tuple[str, dict[str, str]]:
