@@ -1,7 +1,7 @@
 """From signals to what a policy sees: one fixed, documented vector, finite always, with a validity bit for what is missing.
 
-The vector holds :data:`COMPONENTS` in their order, then one validity bit (0 or 1) for each component that is derived from a signal.
-A component whose signal is missing, not finite or absurd is 0 with its bit at 0. Everything is relative (to the objective, the
+The vector holds :data:`COMPONENTS` in their order, then one validity bit (0 or 1) for each that is derived from a signal. Where
+a signal is missing, not finite or absurd, its component is 0 and its bit is 0. Everything is relative (to the objective, the
 budget, the grid, the recent past), so that a policy carries over to another scale of traffic and of memory.
 """
 
