@@ -173,7 +173,7 @@ def _sane(value: float) -> bool:
 def _usable(curve: GhostCurve) -> bool:
     """Whether a curve is well formed and holds only what a window can hold."""
     shape = (len(curve.sizes), len(curve.ttls))
-    if min(shape) < 1 or curve.hits.shape != shape or curve.stale_hits.shape != shape or not 0 < curve.requests < _ABSURD:
+    if min(shape) < 1 or curve.hits.shape != shape or curve.stale_hits.shape != shape or not 1e-3 < curve.requests < _ABSURD:
         return False
     if not (np.all(curve.sizes > 0) and np.all(np.diff(curve.sizes) > 0)):
         return False

@@ -44,11 +44,7 @@ def test_there_is_no_pickle_in_it(directory: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["card.json", "policy.safetensors"]
     raw = (directory / "policy.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    assert header["layer0.weight"] == {
-        "dtype": "F32",
-        "shape": [64, DIM],
-        "data_offsets": header["layer0.weight"]["data_offsets"],
-    }
+    assert (header["layer0.weight"]["dtype"], header["layer0.weight"]["shape"]) == ("F32", [64, DIM])
 
 
 def test_another_schema_is_refused_with_the_difference(directory: Path) -> None:

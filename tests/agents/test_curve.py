@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from agents.curve import CurvePolicy
@@ -22,7 +23,7 @@ def test_it_goes_to_the_optimum_and_says_why() -> None:
 def test_hysteresis_keeps_a_setting_that_is_nearly_as_good() -> None:
     optimum = ObservationBuilder(SPACE, PRICES).build(signals(), KNOBS).anchor
     assert optimum is not None
-    near = SPACE.from_steps(SPACE.to_steps(optimum) + [0.2, 0.0, 0.0])
+    near = SPACE.from_steps(SPACE.to_steps(optimum) + np.array([0.2, 0.0, 0.0]))
     observation = ObservationBuilder(SPACE, PRICES).build(signals(), near)
     assert CurvePolicy(0.05).decide(observation).knobs == near
     assert CurvePolicy(0.0).decide(observation).knobs == optimum
