@@ -1,7 +1,7 @@
 """How long a model with a bounded number of slots takes: the one formula shared by the simulated server and the simulator.
 
-A continuous-batching engine runs up to ``slots`` sequences together and queues the rest, first come first served. Each token takes
-longer the fuller the batch is, which is what makes P99 rise with load before any queue forms.
+A continuous-batching engine runs up to ``slots`` sequences together and queues the rest, first come first served. Each token
+takes longer the fuller the batch is, which is what makes P99 rise with load before any queue forms.
 """
 
 from __future__ import annotations

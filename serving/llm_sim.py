@@ -1,0 +1,437 @@
+"""A simulated model server: OpenAI's API, deterministic answers, latency of a continuous-batching engine, vLLM's metric names.
+
+An answer is a function of (model, revision, messages); its length comes from the header ``x-llm-sim-output-tokens``, else from
+the prompt's hash. Latency follows :class:`serving.latency.UpstreamModel`. The JSON around the text has a constant length, so that
+the size of a cached answer is known from its number of tokens (:func:`answer_size`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from serving.settings import LlmSimSettings
+
+CHARS_PER_TOKEN = 4
+OUTPUT_TOKENS_HEADER = "x-llm-sim-output-tokens"
+MAX_OUTPUT_TOKENS = 1_000_000
+
+_VOCABULARY = (  # noqa: SIM905 - a list of 59 literals reads worse
+    "the and for are but not you all any can had her was one our out day get has him his how new now old see two way who did its"
+    " let put say she too use air art ask bay bed big box bus buy car cup cut dry ear eat egg end eye far few fly fun"
+).split()
+_WORDS = tuple(_VOCABULARY[i % len(_VOCABULARY)] for i in range(256))
+_CREATED = 1_700_000_000
+_ANSWER = (
+    '{"id":"chatcmpl-%s","object":"chat.completion","created":%d,"model":%s,'
+    '"choices":[{"index":0,"message":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":%s}],'
+    '"usage":{"prompt_tokens":%8d,"completion_tokens":%8d,"total_tokens":%8d},"system_fingerprint":"fp_%s"}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model says to one request.
+
+    Attributes:
+        digest: Hash of (model, revision, messages), hexadecimal.
+        text: The answer, 4 characters per token.
+        prompt_tokens: Billed prompt tokens.
+        output_tokens: Billed completion tokens.
+        finish_reason: ``stop``, or ``length`` where ``max_tokens`` cut it.
+    """
+
+    digest: str
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: str
+
+    def to_json(self, model: str, revision: str) -> bytes:
+        """Return the body of a chat completion; its length depends on ``model`` and ``output_tokens`` only (for ``stop``)."""
+        return (
+            _ANSWER
+            % (
+                self.digest[:24],
+                _CREATED,
+                orjson.dumps(model).decode(),
+                self.text,
+                f'"{self.finish_reason}"',
+                # numbers are padded with blanks, which JSON allows, so that the length is known beforehand
+                self.prompt_tokens,
+                self.output_tokens,
+                self.prompt_tokens + self.output_tokens,
+                hashlib.sha256(revision.encode()).hexdigest()[:10],
+            )
+        ).encode()
+
+
+def text_of(seed: bytes, tokens: int) -> str:
+    """Return a text of exactly ``4 * tokens`` ASCII characters, a function of its arguments."""
+    return " ".join(map(_WORDS.__getitem__, hashlib.shake_128(seed).digest(tokens))) + "."
+
+
+def answer_size(output_tokens: int, model: str = "llm-sim") -> int:
+    """Return the bytes of a complete answer's body with that many completion tokens."""
+    return len(Answer("0" * 24, "", 0, 0, "stop").to_json(model, "")) + CHARS_PER_TOKEN * output_tokens
+
+
+def prompt_tokens_of(messages: list[Any]) -> int:
+    """Return the prompt tokens billed for the messages: their text's characters over 4, at least 1."""
+    characters = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            characters += len(content)
+        elif isinstance(content, list):
+            characters += sum(len(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return max(1, math.ceil(characters / CHARS_PER_TOKEN))
+
+
+def answer(body: Mapping[str, Any], settings: LlmSimSettings, *, output_tokens: int | None = None) -> Answer:
+    """Return the model's answer to a request.
+
+    Args:
+        body: The request; ``messages`` is a list.
+        settings: The server's settings.
+        output_tokens: Length of the complete answer; None takes one from the prompt's hash.
+    """
+    messages = body["messages"]
+    seed = hashlib.sha256(orjson.dumps([settings.model, settings.revision, messages], option=orjson.OPT_SORT_KEYS)).digest()
+    if output_tokens is None:
+        span = settings.max_output_tokens - settings.min_output_tokens + 1
+        output_tokens = settings.min_output_tokens + int.from_bytes(seed[:8], "big") % span
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    finish = "stop"
+    if isinstance(limit, int) and 0 < limit < output_tokens:
+        output_tokens, finish = limit, "length"
+    return Answer(seed.hex(), text_of(seed, output_tokens), prompt_tokens_of(messages), output_tokens, finish)
+
+
+class Engine:
+    """The slots: admits in order of arrival, runs up to ``slots`` together.
+
+    Args:
+        settings: The server's settings.
+        registry: Where its metrics are registered.
+    """
+
+    def __init__(self, settings: LlmSimSettings, registry: CollectorRegistry) -> None:
+        self._model = settings.upstream_model()
+        self._slots = asyncio.Semaphore(settings.slots)
+        self._kv_tokens = settings.kv_cache_tokens
+        self._kv_used = 0
+        self.running = 0
+        self.waiting = 0
+        label = ("model_name",)
+        buckets = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, label, registry=registry).labels(settings.model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, label, registry=registry).labels(settings.model)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, label, registry=registry, buckets=buckets).labels(settings.model)
+
+        self._gauge_running = gauge("vllm:num_requests_running", "Requests running on the engine.")
+        self._gauge_waiting = gauge("vllm:num_requests_waiting", "Requests waiting for a slot.")
+        self._gauge_cache = gauge("vllm:gpu_cache_usage_perc", "KV cache in use; 1 is full.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self._generated = counter("vllm:generation_tokens", "Tokens generated.")
+        self._success = counter("vllm:request_success", "Requests answered.")
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to the first token, queueing included.")
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Time to the last token, queueing included.")
+
+    @contextlib.asynccontextmanager
+    async def slot(self, what: Answer) -> AsyncIterator[float]:
+        """Hold a slot for one request; yields the seconds per token, after the first token's time has passed."""
+        arrived = time.monotonic()
+        tokens = what.prompt_tokens + what.output_tokens
+        self.waiting += 1
+        self._publish()
+        try:
+            await self._slots.acquire()
+        finally:
+            self.waiting -= 1
+        others = self.running
+        self.running += 1
+        self._kv_used += tokens
+        self._publish()
+        try:
+            await asyncio.sleep(self._model.ttft)
+            self._ttft.observe(time.monotonic() - arrived)
+            yield self._model.token_time(others)
+            self._prompt.inc(what.prompt_tokens)
+            self._generated.inc(what.output_tokens)
+            self._success.inc()
+            self._e2e.observe(time.monotonic() - arrived)
+        finally:
+            self.running -= 1
+            self._kv_used -= tokens
+            self._slots.release()
+            self._publish()
+
+    def _publish(self) -> None:
+        self._gauge_running.set(self.running)
+        self._gauge_waiting.set(self.waiting)
+        self._gauge_cache.set(min(1.0, self._kv_used / self._kv_tokens))
+
+
+class _BadRequest(ValueError):
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+    def response(self) -> Response:
+        error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}
+        return Response(orjson.dumps({"error": error}), self.status, media_type="application/json")
+
+
+class LlmSim:
+    """The ASGI application.
+
+    Args:
+        settings: The server's settings.
+    """
+
+    def __init__(self, settings: LlmSimSettings) -> None:
+        self.settings = settings
+        self.registry = CollectorRegistry()
+        self.engine = Engine(settings, self.registry)
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ]
+        )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one ASGI connection."""
+        await self.app(scope, receive, send)
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            body, tokens = await self._parse(request)
+        except _BadRequest as error:
+            return error.response()
+        what = answer(body, self.settings, output_tokens=tokens)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(what), media_type="text/event-stream")
+        async with self.engine.slot(what) as token_time:
+            await asyncio.sleep(what.output_tokens * token_time)
+        return Response(what.to_json(self.settings.model, self.settings.revision), media_type="application/json")
+
+    async def _parse(self, request: Request) -> tuple[dict[str, Any], int | None]:
+        try:
+            body = orjson.loads(await request.body())
+        except orjson.JSONDecodeError as error:
+            raise _BadRequest(f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise _BadRequest("messages: expected a list with at least one message", "messages")
+        if body.get("model") != self.settings.model:
+            raise _BadRequest(
+                f"the model {body.get('model')!r} does not exist; this server has {self.settings.model!r}",
+                "model",
+                404,
+                "model_not_found",
+            )
+        given = request.headers.get(OUTPUT_TOKENS_HEADER)
+        if given is None:
+            return body, None
+        if not given.isdecimal() or not 1 <= int(given) <= MAX_OUTPUT_TOKENS:
+            raise _BadRequest(f"header {OUTPUT_TOKENS_HEADER}: expected 1..{MAX_OUTPUT_TOKENS} tokens, got {given!r}")
+        return body, int(given)
+
+    async def _stream(self, what: Answer) -> AsyncIterator[bytes]:
+        head = {
+            "id": f"chatcmpl-{what.digest[:24]}",
+            "object": "chat.completion.chunk",
+            "created": _CREATED,
+            "model": self.settings.model,
+        }
+
+        def event(delta: Mapping[str, str], finish: str | None = None) -> bytes:
+            return (
+                b"data: " + orjson.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}) + b"\n\n"
+            )
+
+        async with self.engine.slot(what) as token_time:
+            yield event({"role": "assistant", "content": ""})
+            for start in range(0, len(what.text), CHARS_PER_TOKEN):
+                await asyncio.sleep(token_time)
+                yield event({"content": what.text[start : start + CHARS_PER_TOKEN]})
+            yield event({}, what.finish_reason)
+            yield b"data: [DONE]\n\n"
+
+    async def _models(self, request: Request) -> Response:
+        card = {"id": self.settings.model, "object": "model", "created": _CREATED, "owned_by": "cachepilot"}
+        return Response(orjson.dumps({"object": "list", "data": [card]}), media_type="application/json")
+
+    async def _health(self, request: Request) -> Response:
+        return Response(b"{}", media_type="application/json")
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def run(settings: LlmSimSettings, *, on_start: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: The server's settings.
+        on_start: Called with the base URL just before requests are accepted.
+
+    Raises:
+        OSError: If the port is in use.
+    """
+    import uvicorn
+
+    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"llm-sim cannot listen on {settings.host}:{settings.port}: {error.strerror};"
+                " choose another port (0 takes a free one)",
+            ) from error
+        listener.listen(2048)
+        if on_start is not None:
+            on_start(f"http://{settings.host}:{listener.getsockname()[1]}/v1")
+        config = uvicorn.Config(LlmSim(settings), log_level=settings.log_level, access_log=False, lifespan="off")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+class LlmSimProcess:
+    """A simulated model in a process of its own, which ends with its owner.
+
+    Use as a context manager::
+
+        with LlmSimProcess(LlmSimSettings(port=0)) as sim:
+            sim.base_url  # http://127.0.0.1:41234/v1
+
+    Args:
+        settings: The server's settings; port 0 takes a free one.
+        deadline: Seconds to wait for it to answer.
+
+    Raises:
+        RuntimeError: If it did not start; the message holds what it printed.
+    """
+
+    def __init__(self, settings: LlmSimSettings, *, deadline: float = 30.0) -> None:
+        self.settings = settings
+        self._deadline = deadline
+        self._process: subprocess.Popen[bytes] | None = None
+        self.base_url = ""
+
+    @property
+    def metrics_url(self) -> str:
+        """Where its vLLM-named metrics are scraped."""
+        return self.base_url.removesuffix("/v1") + "/metrics"
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> LlmSimProcess:
+        """Start it and wait until it answers."""
+        # The child finds the package through our own location: it may run from a checkout that is not installed.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent.parent), *_pythonpath()])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "serving.llm_sim", "--owner", str(os.getpid()), self.settings.model_dump_json()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+        )
+        assert self._process.stdout is not None
+        self.base_url = self._process.stdout.readline().decode().strip()
+        end = time.monotonic() + self._deadline
+        while self.base_url and time.monotonic() < end:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                with urllib.request.urlopen(self.base_url.removesuffix("/v1") + "/health", timeout=1.0):
+                    return self
+            time.sleep(0.02)
+        self._process.kill()
+        _, printed = self._process.communicate()
+        raise RuntimeError(f"llm-sim did not start within {self._deadline:g} s: {printed.decode(errors='replace').strip()}")
+
+    def stop(self) -> None:
+        """End it; harmless when it has ended already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> LlmSimProcess:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def _pythonpath() -> list[str]:
+    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+
+
+def _end_with(owner: int) -> None:
+    """Ask the kernel to end this process when its owner dies (Linux); elsewhere it ends on SIGTERM only."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        if os.getppid() != owner:
+            sys.exit("llm-sim: its owner is gone already")
+
+
+def main() -> None:
+    """Entry point of ``python -m serving.llm_sim [--owner PID] SETTINGS_JSON``; the first line printed is the base URL."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--owner"]:
+        _end_with(int(arguments[1]))
+        arguments = arguments[2:]
+    settings = LlmSimSettings.model_validate_json(arguments[0] if arguments else "{}")
+    try:
+        run(settings, on_start=lambda url: (sys.stdout.write(url + "\n"), sys.stdout.flush())[1])
+    except OSError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
