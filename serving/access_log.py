@@ -5,8 +5,13 @@ Reports cluster by key, so they need single requests; metrics only have sums. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
+
+import orjson
 
 Outcome = Literal["hit", "semantic_hit", "miss", "bypass", "error"]
 
@@ -44,3 +49,70 @@ class AccessRecord:
     stale: float
     version: int
     status: int
+
+
+_FIELDS = tuple(item.name for item in fields(AccessRecord))
+
+
+class AccessLogWriter:
+    """Appends records to ``access-<replica>.jsonl``.
+
+    Records are buffered and written in whole lines by one ``write`` each time: a reader sees complete lines, but for the tail
+    that a killed machine may leave. The owner calls :meth:`flush` at least once a second.
+
+    Args:
+        directory: Folder of the logs; made if it is missing.
+        replica: Name of this replica, unique in the folder.
+        limit: Records after which it is written without waiting for a flush.
+
+    Raises:
+        OSError: If the folder or the file cannot be made or written.
+    """
+
+    def __init__(self, directory: Path, replica: str, *, limit: int = 1024) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / f"access-{replica}.jsonl"
+        self._limit = limit
+        self._lines: list[bytes] = []
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, record: AccessRecord) -> None:
+        """Append one record."""
+        self._lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        if len(self._lines) >= self._limit:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if not self._lines:
+            return
+        rest = memoryview(b"".join(self._lines))
+        self._lines.clear()
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+
+    def close(self) -> None:
+        """Write what is buffered and close the file; harmless when closed already."""
+        if self._file >= 0:
+            self.flush()
+            os.close(self._file)
+            self._file = -1
+
+
+def read_records(path: Path) -> Iterator[AccessRecord]:
+    """Yield the records of one file; a last line without its end is left out, since it is still being written.
+
+    Raises:
+        ValueError: If a complete line is not a record; names the file, the line and what was expected.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                values = orjson.loads(line)
+                yield AccessRecord(**{name: values[name] for name in _FIELDS})
+            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected a JSON object with {', '.join(_FIELDS)}; got {line[:80]!r}"
+                ) from error
