@@ -2,7 +2,7 @@
 
 Inclusion: the store (Redis) holds everything of an arm under its whole budget, cluster-wide, in exact LRU order; the memory tier
 of each replica holds a subset under ``l1_share / replicas`` of it. A memory hit never waits for the store: its touch is batched
-and goes out at the latest before this replica's next eviction decision there. Without a store the memory tier has the whole budget.
+and goes out at the latest before this replica's next eviction decision there. Without a store the memory tier has it all.
 
 A store that is down or slow is a miss, never an error. What it missed meanwhile (a new budget) is caught up when it is back.
 """

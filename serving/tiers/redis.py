@@ -1,0 +1,341 @@
+"""The Redis tier: the store that all replicas share, one budget per arm across the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from serving.breaker import CircuitBreaker
+from serving.tiers import redis_scripts as scripts
+from serving.tiers.base import KEY_BYTES, Change, Entry, OnEvict, TierStats, TierUnavailable
+from serving.tiers.codec import header_time, pack, unpack, unpack_head
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RESIZE_STEP = 500
+"""Most evictions of one step of a shrink: Redis serves others in between (a step takes about 1 ms)."""
+RECENT_STEP = 256
+_SENDER_BYTES = 8
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def check_name(what: str, name: str) -> str:
+    """Return a name that goes into Redis keys and channel patterns as it is.
+
+    Raises:
+        ValueError: If it has other characters than letters, digits, ``_``, ``.``, ``-``, or not 1 to 64 of them.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what}: expected 1 to 64 letters, digits, '_', '.' or '-', got {name!r}")
+    return name
+
+
+class RedisTier:
+    """An exact LRU over entries in Redis, shared by every client of the same URL and namespace.
+
+    Each operation is one atomic script and one round trip: O(log n) in the arm's entries, evictions O(log n) each. Touches by
+    :meth:`touch_soon` are gathered and sent with this client's next operation, or after ``touch_interval``.
+
+    Failure: a call that is not answered within its deadline, or refused, raises :class:`TierUnavailable`. After ``failures`` of
+    those in a row calls fail at once for ``cooldown`` seconds, then one is let through as a probe. Touches under way are lost
+    with a failed call. Redis EXPIRE is set on an arm as a whole, never on an entry, so it cannot disturb the byte accounting: an
+    arm that nobody uses for ``idle_seconds`` disappears.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        namespace: Separates caches on one Redis.
+        read_deadline: Seconds that a read may take.
+        write_deadline: Seconds that any other call may take (each step of a shrink).
+        failures: Failures in a row that open the circuit breaker.
+        cooldown: Seconds that it stays open.
+        touch_interval: Seconds after which gathered touches are sent at the latest.
+        idle_seconds: Seconds after which an unused arm is garbage.
+        max_connections: Connections of this client.
+        clock: A monotonic clock, seconds.
+
+    Raises:
+        ValueError: If the URL or the namespace is not well-formed.
+    """
+
+    name = "redis"
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str = "default",
+        *,
+        read_deadline: float = 0.05,
+        write_deadline: float = 0.5,
+        failures: int = 5,
+        cooldown: float = 1.0,
+        touch_interval: float = 0.05,
+        idle_seconds: int = 7 * 86_400,
+        max_connections: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_evict: OnEvict | None = None
+        self.url = url
+        self.namespace = check_name("redis tier: namespace", namespace)
+        self._read_deadline = read_deadline
+        self._write_deadline = write_deadline
+        self._touch_interval = touch_interval
+        self._idle = idle_seconds
+        self._clock = clock
+        self._breaker = CircuitBreaker(failures, cooldown)
+        self._sender = os.urandom(_SENDER_BYTES)
+        # One retry, at once: a connection of the pool may have died with the last server.
+        retry = Retry(NoBackoff(), 1)
+        self._redis = Redis(
+            connection_pool=BlockingConnectionPool.from_url(
+                url, max_connections=max_connections, timeout=write_deadline, retry=retry
+            )
+        )
+        self._feed = Redis.from_url(url, socket_keepalive=True) if not url.startswith("unix") else Redis.from_url(url)
+        register = self._redis.register_script
+        self._get = register(scripts.GET)
+        self._put = register(scripts.PUT)
+        self._touch = register(scripts.TOUCH)
+        self._delete = register(scripts.DELETE)
+        self._resize = register(scripts.RESIZE)
+        self._flush = register(scripts.FLUSH)
+        self._heads = register(scripts.HEADS)
+        self._recent = register(scripts.RECENT)
+        self._budgets: dict[str, int] = {}
+        self._evictions: dict[str, int] = {}
+        self._touches: dict[str, dict[bytes, None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    # -- Tier ----------------------------------------------------------------------------------------------------------------
+
+    async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
+        """Return the entry, expired or not, and make it the most recently used if ``touch``.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        if touch:
+            stored = await self._run(self._get, arm, key, deadline=self._read_deadline)
+        else:
+            stored = await self._call(lambda: self._redis.hget(self._keys(arm)[0], key), self._read_deadline)
+        return unpack(key, stored) if stored is not None else None
+
+    async def put(self, arm: str, entry: Entry) -> int:
+        """Store the entry as the most recently used; return how many others were evicted for it.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused; the entry may have been stored all the same.
+            ValueError: If the key does not have 32 bytes.
+        """
+        announcement = bytes([len(entry.context)]) + entry.context + entry.vector if entry.vector else b"\0"
+        gone = await self._run(self._put, arm, entry.key, pack(entry), self._budgets.get(arm, 0), announcement)
+        return self._dropped(arm, gone)
+
+    async def touch(self, arm: str, key: bytes) -> None:
+        """Make the entry the most recently used, if it is there.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        self._note_touch(arm, key)
+        await self._run(self._touch, arm)
+
+    def touch_soon(self, arm: str, key: bytes) -> None:
+        """Like :meth:`touch` without waiting: sent with this client's next call on the arm, or after ``touch_interval``."""
+        self._note_touch(arm, key)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._touch_interval, self._send_touches)
+
+    async def written_at(self, arm: str, keys: Sequence[bytes]) -> list[float | None]:
+        """Return when each entry was written; None where it is not there, or of an unknown version.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        entries = self._keys(arm)[0]
+        heads = await self._call(lambda: self._heads(keys=[entries], args=keys), self._write_deadline) if keys else []
+        return [None if head is None else header_time(head) for head in heads]
+
+    async def delete(self, arm: str, key: bytes) -> bool:
+        """Remove the entry; whether it was there.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        return bool(await self._run(self._delete, arm, key))
+
+    async def resize(self, arm: str, budget: int) -> int:
+        """Set the arm's budget in bytes; return how many entries were evicted.
+
+        A shrink takes steps of :data:`RESIZE_STEP` evictions, and is complete on return. The budget is remembered: should Redis
+        lose its data, the next :meth:`put` sets it again.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused; a shrink may be half done, never inconsistent.
+            ValueError: If the budget is negative.
+        """
+        if budget < 0:
+            raise ValueError(f"redis tier, arm {arm!r}: expected a budget >= 0 bytes, got {budget!r}")
+        self._budgets[arm] = budget
+        evicted = 0
+        more = 1
+        while more:
+            more, gone = await self._run(self._resize, arm, budget, RESIZE_STEP)
+            evicted += self._dropped(arm, gone)
+        return evicted
+
+    async def flush(self, arm: str) -> int:
+        """Remove every entry of the arm; how many there were.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        return int(await self._run(self._flush, arm))
+
+    async def stats(self, arm: str) -> TierStats:
+        """Return what the arm holds for all clients together; the evictions are those that this client's calls made.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        entries, _, state = self._keys(arm)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hlen(entries)
+            pipe.hmget(state, ["bytes", "budget"])
+            count, (used, budget) = await self._call(pipe.execute, self._write_deadline)
+        return TierStats(count, int(used or 0), int(budget or self._budgets.get(arm, 0)), self._evictions.get(arm, 0))
+
+    async def close(self) -> None:
+        """Send the last touches and close the connections; a Redis that is away is not waited for."""
+        if self._timer is not None:
+            self._send_touches()
+        await asyncio.gather(*self._sending)
+        await self._feed.aclose()
+        await self._redis.aclose()
+
+    # -- SharedTier ----------------------------------------------------------------------------------------------------------
+
+    async def changes(self) -> AsyncIterator[Change]:
+        """Yield what other clients did. Reconnects with a backoff of 0.05 to 2 s; each (re)connection first yields a gap."""
+        prefix = f"cachepilot:{{{self.namespace}:"
+        backoff = 0.05
+        while True:
+            try:
+                async with self._feed.pubsub() as feed:
+                    await feed.psubscribe(f"{prefix}*}}:changes")
+                    async for message in feed.listen():
+                        backoff = 0.05
+                        change = self._parse(message, prefix)
+                        if change is not None:
+                            yield change
+            except (RedisError, OSError, TimeoutError) as error:
+                _log.info("change feed of %s interrupted, next try in %.2g s: %s", self.url, backoff, error)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, 2.0)
+
+    async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:
+        """Return (key, context, vector) of those of the ``limit`` most recently used entries that have a vector, newest first.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        entries, order, _ = self._keys(arm)
+        result: list[tuple[bytes, bytes, bytes]] = []
+        for first in range(0, limit, RECENT_STEP):
+            last = min(first + RECENT_STEP, limit) - 1
+            found = await self._call(lambda: self._recent(keys=[entries, order], args=[first, last]), self._write_deadline)  # noqa: B023
+            for key, stored in zip(found[::2], found[1::2], strict=True):
+                head = unpack_head(stored)
+                if head is not None and head[4]:
+                    result.append((key, head[3], head[4]))
+            if len(found) < 2 * (last - first + 1):
+                break
+        return result
+
+    # -- inside --------------------------------------------------------------------------------------------------------------
+
+    def _keys(self, arm: str) -> tuple[str, str, str]:
+        base = f"cachepilot:{{{self.namespace}:{arm}}}"
+        return f"{base}:entries", f"{base}:order", f"{base}:state"
+
+    async def _run(self, script: Any, arm: str, *args: bytes | int, deadline: float | None = None) -> Any:
+        """Run a script on the arm, touches first."""
+        touched = self._touches.pop(arm, {})
+        channel = f"cachepilot:{{{self.namespace}:{arm}}}:changes"
+        argv = [self._idle, self._sender, channel, len(touched), *touched, *args]
+        keys = self._keys(arm)
+        return await self._call(lambda: script(keys=keys, args=argv), deadline or self._write_deadline)
+
+    async def _call(self, call: Callable[[], Awaitable[T]], deadline: float) -> T:
+        if not self._breaker.allow(self._clock()):
+            raise TierUnavailable(f"redis tier: {self.url} failed several times in a row and is not asked for a moment")
+        try:
+            async with asyncio.timeout(deadline):
+                result = await call()
+        except (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError) as error:
+            self._breaker.failed(self._clock())
+            raise TierUnavailable(f"redis tier: no answer from {self.url} within {deadline:g} s: {error!r}") from error
+        except ResponseError as error:
+            self._breaker.succeeded()  # it is alive
+            raise TierUnavailable(f"redis tier: {self.url} refused: {error}") from error
+        except BaseException:
+            self._breaker.abandoned()
+            raise
+        self._breaker.succeeded()
+        return result
+
+    def _dropped(self, arm: str, keys: Sequence[bytes]) -> int:
+        if keys:
+            self._evictions[arm] = self._evictions.get(arm, 0) + len(keys)
+            if self.on_evict is not None:
+                self.on_evict(arm, keys)
+        return len(keys)
+
+    def _note_touch(self, arm: str, key: bytes) -> None:
+        touched = self._touches.setdefault(arm, {})
+        touched.pop(key, None)
+        touched[key] = None  # the last touch counts: a dict keeps the order of insertion
+
+    def _send_touches(self) -> None:
+        self._timer = None
+        for arm in [arm for arm, touched in self._touches.items() if touched]:
+            task = asyncio.get_running_loop().create_task(self._send_touches_of(arm))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send_touches_of(self, arm: str) -> None:
+        try:
+            await self._run(self._touch, arm)
+        except TierUnavailable as error:
+            _log.debug("touches lost: %s", error)
+
+    def _parse(self, message: dict[str, Any], prefix: str) -> Change | None:
+        if message["type"] == "psubscribe":
+            return Change("gap")
+        data = message["data"]
+        if message["type"] != "pmessage" or len(data) <= _SENDER_BYTES or data.startswith(self._sender):
+            return None
+        arm = message["channel"].decode()[len(prefix) : -len("}:changes")]
+        kind, payload = data[_SENDER_BYTES : _SENDER_BYTES + 1], data[_SENDER_BYTES + 1 :]
+        if kind == b"F":
+            return Change("flush", arm)
+        if kind == b"E":
+            return Change("evict", arm, tuple(payload[i : i + KEY_BYTES] for i in range(0, len(payload), KEY_BYTES)))
+        if kind == b"P" and len(payload) > KEY_BYTES:
+            end = KEY_BYTES + 1 + payload[KEY_BYTES]
+            return Change("put", arm, (payload[:KEY_BYTES],), payload[KEY_BYTES + 1 : end], payload[end:])
+        return None

@@ -1,0 +1,32 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from serving.redis_server import RedisServer
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """One real Redis for the whole session; tests keep apart by :func:`namespace`."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """URL of the session's Redis."""
+    return redis_server.url
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace that no other test uses."""
+    return f"test-{os.getpid()}-{next(_numbers)}"
