@@ -25,14 +25,13 @@ _HITS = ("hit", "semantic_hit")
 
 _AGES = {
     "requests": "cachepilot_requests_total",
-    "latency": "cachepilot_request_latency_seconds_count",
+    "latency": "cachepilot_latency_seconds_total",
     "hits": "cachepilot_cacheable_lookups_total",
     "memory": "cachepilot_resident_bytes",
     "tokens": "cachepilot_upstream_tokens_total",
-    "distribution": "cachepilot_window_entropy_bits",
     "ghost": "cachepilot_ghost_requests_total",
 }
-"""The metric whose newest sample dates each group of signals."""
+"""The metric whose newest sample dates each group of signals; all are exported from a gateway's start."""
 
 
 def read_signals(
@@ -64,8 +63,8 @@ def read_signals(
     lookups = _only(reader.grown("cachepilot_cacheable_lookups_total"))
     tiers = reader.grown("cachepilot_hits_total", "tier")
     latency = "cachepilot_request_latency_seconds"
-    seconds = reader.grown(f"{latency}_sum", "outcome")
-    counts = reader.grown(f"{latency}_count", "outcome")
+    # Not the histogram's own _sum: depending on the exporter that is made up of the buckets' middles.
+    seconds = reader.grown("cachepilot_latency_seconds_total", "outcome")
     tokens = reader.grown("cachepilot_upstream_tokens_total", "cause", "kind")
     held = reader.held_by_tier()
     evicted = reader.grown("cachepilot_evictions_total", "tier")
@@ -77,13 +76,13 @@ def read_signals(
         window,
         requests=requests,
         qps=requests / window,
-        hit_ratio=_share(_total(tiers), lookups),
+        hit_ratio=_share(sum(outcomes.get((outcome,), NAN) for outcome in _HITS), lookups),
         hit_ratio_by_tier={tier: _share(hits, lookups) for (tier,), hits in tiers.items()},
         p50=_only(source.quantile(0.5, latency, where={"arm": arm}, window=window)),
         p99=_only(source.quantile(0.99, latency, where={"arm": arm}, window=window)),
         latency_sum=_total(seconds),
-        hit_latency=_mean(seconds, counts, _HITS),
-        miss_latency=_mean(seconds, counts, ("miss",)),
+        hit_latency=_mean(seconds, outcomes, _HITS),
+        miss_latency=_mean(seconds, outcomes, ("miss",)),
         resident_bytes=max(held.values(), default=NAN),
         evictions=evicted.get((budget_tier,), NAN),
         expirations=_only(reader.grown("cachepilot_expirations_total")),
