@@ -45,3 +45,21 @@ class CurvePolicy:
             f"smoothed curve is cheapest at {knob_words(anchor)}: ${best:.4f} per 1,000 requests against ${now:.4f} now",
             details,
         )
+
+
+class LastCurvePolicy:
+    """Goes to the cheapest setting of the last window's own curve: what smoothing is worth is seen beside it."""
+
+    @property
+    def name(self) -> str:
+        """``last-curve``."""
+        return "last-curve"
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def decide(self, observation: Observation) -> Proposal:
+        """Return the last curve's optimum, or the current knobs where the last window had no curve."""
+        if observation.last_anchor is None:
+            return Proposal(observation.space.clip(observation.knobs), "held: the last window had no ghost curve")
+        return Proposal(observation.last_anchor, f"last window's curve is cheapest at {knob_words(observation.last_anchor)}")

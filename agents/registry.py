@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agents.artifact import ArtifactError
 from agents.baselines import StaticPolicy
-from agents.curve import CurvePolicy
+from agents.curve import CurvePolicy, LastCurvePolicy
 from agents.policy import Policy
 from agents.ppo import DEFAULT, PRETRAINED, PPOPolicy
 from serving.knobs import Knobs
@@ -17,7 +17,8 @@ _FACTORS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib"
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 EXPECTED = (
-    "expected curve, curve:<hysteresis>, static:<size>,<ttl>,<warm-up ratio>, ppo, ppo:<name>, or the directory of an artifact"
+    "expected curve, curve:<hysteresis>, last-curve, static:<size>,<ttl>,<warm-up ratio>, ppo, ppo:<name>, "
+    "or the directory of an artifact"
 )
 
 
@@ -30,8 +31,9 @@ def load_policy(name: str) -> Policy:
     """Return a policy by name.
 
     Args:
-        name: ``curve``; ``curve:0.02`` (moves only to save more than 2 %); ``static:64MiB,3600,0.1`` (size in bytes or with a
-            unit, TTL in seconds or ``inf``); ``ppo`` (the shipped one) or ``ppo:<name>``; or the directory of a trained policy.
+        name: ``curve``; ``curve:0.02`` (moves only to save more than 2 %); ``last-curve`` (no smoothing);
+            ``static:64MiB,3600,0.1`` (size in bytes or with a unit, TTL in seconds or ``inf``); ``ppo`` (the shipped one) or
+            ``ppo:<name>``; or the directory of a trained policy.
 
     Raises:
         ValueError: If the name means nothing or its numbers are out of range.
@@ -40,6 +42,8 @@ def load_policy(name: str) -> Policy:
     kind, _, rest = name.partition(":")
     if kind == "curve":
         return CurvePolicy(_number(name, rest) if rest else 0.0)
+    if name == "last-curve":
+        return LastCurvePolicy()
     if kind == "static":
         return StaticPolicy(_static(name, rest))
     if kind == "ppo":

@@ -186,6 +186,7 @@ class Observation:
         curve: The smoothed ghost curve, or None before the first trustworthy one and when none came for a while.
         anchor: Optimum of the smoothed curve under the prices, ``warmup_ratio`` 0; None without a curve. Residual policies act
             around it.
+        last_anchor: Optimum of the last window's own curve; None if it had none.
         anchor_cost: Predicted cost at the anchor, US dollars per 1,000 requests; NaN without a curve.
         current_cost: Predicted cost at the current size and TTL on the smoothed curve, likewise.
         cost: The last window's measured cost, US dollars per 1,000 requests by term; NaN where it could not be priced.
@@ -199,6 +200,7 @@ class Observation:
     curve: GhostCurve | None
     anchor: Knobs | None
     anchor_cost: float
+    last_anchor: Knobs | None = None
     current_cost: float = NAN
     cost: Cost = field(default_factory=lambda: Cost(*([NAN] * 7)))
     raw: Mapping[str, float] = field(default_factory=dict)
@@ -291,6 +293,7 @@ class ObservationBuilder:
             signals=signals,
             curve=None if reading is None else reading.curve,
             anchor=None if reading is None else self.space.clip(reading.best),
+            last_anchor=None if reading is None or reading.last is None else self.space.clip(reading.last),
             anchor_cost=NAN if reading is None else reading.best_cost,
             current_cost=NAN if reading is None else cost_at(reading.costs, reading.curve, knobs),
             cost=cost,

@@ -61,7 +61,7 @@ def test_a_directory_is_a_trained_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("best", "expected curve, curve:<hysteresis>, static"),
+        ("best", "expected curve, curve:<hysteresis>, last-curve, static"),
         ("static:", "expected static:<size>,<ttl>"),
         ("static:ten,30", "size 'ten': expected bytes or a number"),
         ("static:1MiB,-1", "expected seconds > 0"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agents.artifact import Artifact
 from agents.baselines import StaticPolicy
-from agents.curve import CurvePolicy
+from agents.curve import CurvePolicy, LastCurvePolicy
 from agents.policy import Policy, Proposal
 from agents.ppo import PPOPolicy
 from agents.registry import load_policy, pretrained
@@ -29,6 +29,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "static outside the space": lambda: StaticPolicy(Knobs(1 << 50, math.inf, 1.0)),
     "curve": CurvePolicy,
     "curve with hysteresis": lambda: CurvePolicy(0.1),
+    "last curve": LastCurvePolicy,
     "untrained network": lambda: PPOPolicy(Artifact("untrained", network(0), (3.0, 2.0, 2.0), {})),
     **{f"ppo:{name}": lambda name=name: load_policy(f"ppo:{name}") for name in pretrained()},  # type: ignore[misc]
 }
