@@ -9,8 +9,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator, model_validator
 
+from serving.hotset import WarmupRules
 from serving.knobs import MIB, Knobs, KnobSpace
 from serving.latency import UpstreamModel
+from serving.policy import CacheRules
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -73,7 +75,7 @@ class SpaceSettings(Settings):
 class ArmSettings(Settings):
     """One arm: its share of the keys and its knobs until the tuner writes others."""
 
-    share: Share = 1.0
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     knobs: KnobSettings = KnobSettings()
 
 
@@ -105,6 +107,10 @@ class RulesSettings(Settings):
     ttl_jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     staleness_half_life: Annotated[float, Field(gt=0.0)] | None = None
     semantic: SemanticSettings = SemanticSettings()
+
+    def rules(self) -> CacheRules:
+        """Return the rules as the decision core takes them."""
+        return CacheRules(self.l1_share, self.ttl_jitter, self.half_life, self.semantic.threshold)
 
     @property
     def half_life(self) -> float:
@@ -154,15 +160,21 @@ class WarmupSettings(Settings):
         refresh_ahead: Share of the TTL before its end in which an entry is refreshed already.
         refreshes_per_second: Rate of refreshes per arm.
         burst: Refreshes that may be made at once after a quiet time.
+        max_inflight: Refreshes of one replica under way at the same time: what keeps them from crowding out users.
     """
 
     capacity: Annotated[int, Field(ge=1)] = 1024
     half_life: Seconds = 600.0
     min_score: Annotated[float, Field(gt=0.0)] = 1.5
     period: Seconds = 1.0
-    refresh_ahead: Share = 0.2
+    refresh_ahead: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
     refreshes_per_second: Annotated[float, Field(ge=0.0)] = 5.0
     burst: Annotated[int, Field(ge=1)] = 20
+    max_inflight: Annotated[int, Field(ge=1)] = 4
+
+    def rules(self) -> WarmupRules:
+        """Return the rules of the algorithm, which the simulator shares."""
+        return WarmupRules(**self.model_dump(exclude={"max_inflight"}))
 
 
 class GhostSettings(Settings):
@@ -199,10 +211,11 @@ class GatewaySettings(Settings):
         port: Its port; 0 takes a free one.
         access_log: Folder of the access log; null for none.
         flush_interval: Seconds between two flushes of metrics and access log.
+        max_request_bytes: Largest request body that is accepted.
         haproxy: Whether the HAProxy ingress is used where it is available.
     """
 
-    namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")] = "cachepilot"
+    namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "cachepilot"
     redis_url: str | None = None
     arms: dict[str, ArmSettings] = Field(default_factory=lambda: {"control": ArmSettings()}, min_length=1)
     salt: str = ""
@@ -216,6 +229,7 @@ class GatewaySettings(Settings):
     port: Port = 8000
     access_log: Path | None = None
     flush_interval: Seconds = 1.0
+    max_request_bytes: Annotated[int, Field(gt=0)] = 10 * MIB
     haproxy: bool = True
 
     @field_validator("redis_url")
