@@ -1,6 +1,6 @@
 """One settings tree: a YAML file and ``CACHEPILOT_*`` variables over each package's own settings. Unknown keys are refused.
 
-A variable names its key with double underscores: ``CACHEPILOT_SERVING__REDIS_URL``, ``CACHEPILOT_TUNER__INTERVAL``.
+A variable names its key with double underscores: ``CACHEPILOT_GATEWAY__REDIS_URL``, ``CACHEPILOT_TUNER__INTERVAL``.
 Order of precedence: what the command line sets, then variables, then the file, then the defaults.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from envs.settings import EnvsSettings
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agents.settings import AgentSettings
 from envs.objective import Prices
-from envs.settings import EnvSettings
-from experiments.settings import ExperimentSettings
-from serving.settings import ServingSettings
+from experiments.settings import ExperimentsSettings
+from serving.settings import GatewaySettings, LlmSimSettings
 from tuner.guard import GuardLimits
 
 PREFIX = "CACHEPILOT_"
@@ -74,10 +74,11 @@ class TunerSettings(_Section):
 class Settings(_Section):
     """Everything."""
 
-    serving: ServingSettings = ServingSettings()
-    envs: EnvSettings = EnvSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    llm_sim: LlmSimSettings = LlmSimSettings()
+    envs: EnvsSettings = EnvsSettings()
     agents: AgentSettings = AgentSettings()
-    experiments: ExperimentSettings = ExperimentSettings()
+    experiments: ExperimentsSettings = ExperimentsSettings()
     tuner: TunerSettings = TunerSettings()
 
     @property

@@ -87,8 +87,8 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
     tokens = max(1.0, float(part.output_tokens.mean()))
     cut = "all" if count == len(trace) else f"the first {count:,} of {len(trace):,}"
     note = (
-        f"{cut} requests of {trace.name} ({part.duration / 3600:.1f} h) in {seconds:.0f} s: time runs {compression:,.0f} times faster, "
-        f"memory is priced by the workload's own time. {trace.note}"
+        f"{cut} requests of {trace.name} ({part.duration / 3600:.1f} h) in {seconds:.0f} s: "
+        f"time runs {compression:,.1f} times faster, memory is priced by the workload's own time. {trace.note}"
     ).strip()
     return DemoPlan(
         trace=part.compress(compression),

@@ -21,6 +21,9 @@ Action = Literal["apply", "limit", "keep", "hold"]
 REQUIRED = ("requests", "hit_ratio", "p99")
 """Signals without which nothing is changed."""
 
+REQUIRED_GROUPS = ("requests", "latency", "hits")
+"""Groups of metrics behind them, whose age counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class GuardLimits:
@@ -53,8 +56,8 @@ class Verdict:
 
     Attributes:
         knobs: The knobs to run in the next interval.
-        action: ``apply`` as proposed; ``limit`` (moved into the bounds or the step limit); ``keep`` (too small a change to be worth
-            a version); ``hold`` (the evidence is missing, stale or not finite).
+        action: ``apply`` as proposed; ``limit`` (moved into the bounds or the step limit); ``keep`` (too small a change
+            to be worth a version); ``hold`` (the evidence is missing, stale or not finite).
         reason: Why, in words for the ledger.
     """
 
@@ -73,7 +76,11 @@ def evidence_fault(signals: ArmSignals, limits: GuardLimits) -> str:
     missing = [name for name in REQUIRED if not math.isfinite(getattr(signals, name))]
     if missing:
         return f"missing or not finite: {', '.join(missing)}"
-    stale = {group: age for group, age in signals.age.items() if not age <= limits.max_age}
+    stale = {
+        group: signals.age[group]
+        for group in REQUIRED_GROUPS
+        if group in signals.age and not signals.age[group] <= limits.max_age
+    }
     if stale:
         worst = max(stale, key=lambda group: stale[group])
         return f"stale: {worst} is {stale[worst]:.0f} s old, at most {limits.max_age:.0f} s allowed"
@@ -85,8 +92,8 @@ def evidence_fault(signals: ArmSignals, limits: GuardLimits) -> str:
 def judge(proposal: Proposal, current: Knobs, signals: ArmSignals, space: KnobSpace, limits: GuardLimits) -> Verdict:
     """Decide what of a proposal is applied.
 
-    The current knobs may lie outside the space (an operator set them so): a move towards it is limited like any other, and holding
-    keeps them untouched.
+    The current knobs may lie outside the space (an operator set them so): a move towards it is limited like any other, and
+    holding keeps them untouched.
 
     Args:
         proposal: What the policy wants.
@@ -111,7 +118,9 @@ def judge(proposal: Proposal, current: Knobs, signals: ArmSignals, space: KnobSp
     allowed = np.clip(move, -bound, bound)
     if np.any(np.abs(move) > bound + 1e-9):
         knobs = space.from_steps(here + allowed)
-        names = [name for name, over in zip(("cache_size", "ttl", "warmup_ratio"), np.abs(move) > bound + 1e-9, strict=True) if over]
+        names = [
+            name for name, over in zip(("cache_size", "ttl", "warmup_ratio"), np.abs(move) > bound + 1e-9, strict=True) if over
+        ]
         reasons.append(f"step limit on {', '.join(names)}")
     else:
         knobs = wanted

@@ -19,7 +19,7 @@ from envs.objective import Cost, Prices, price
 from envs.observation import ObservationBuilder
 from envs.signals import ArmSignals
 from envs.sources import SignalSource, SourceUnavailable
-from experiments.ledger import DecisionRecord, signals_to_dict
+from experiments.records import DecisionRecord, signals_to_dict
 from serving.config_store import ConfigStore, ConfigStoreUnavailable, DesiredState, VersionConflict
 from serving.knobs import Knobs, KnobSpace
 from tuner.guard import GuardLimits, Verdict, judge
@@ -31,7 +31,7 @@ CONFIRM_POLL = 0.1
 class Recorder(Protocol):
     """Where decisions go; the ledger is one."""
 
-    def record_decision(self, record: DecisionRecord) -> None:
+    def record_decision(self, record: DecisionRecord) -> object:
         """Store one decision durably."""
         ...
 
@@ -265,7 +265,6 @@ class Tuner:
             proposal, verdict = step.proposal, step.verdict
             policy = self._policies.get(arm)
             reason = "observed only" if verdict is None else f"{verdict.reason} ({proposal.reason if proposal else ''})"
-            total = step.cost.total
             self._recorder.record_decision(
                 DecisionRecord(
                     at=turn.at,
@@ -281,7 +280,7 @@ class Tuner:
                     version=turn.state.version,
                     replicas_expected=turn.expected,
                     replicas_confirmed=turn.confirmed,
-                    cost=total if math.isfinite(total) else None,
+                    cost=step.cost.to_dict() if math.isfinite(step.cost.total) else {},
                 )
             )
             if arm not in written and arm in self._change_steps:
