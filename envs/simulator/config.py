@@ -24,6 +24,7 @@ class SimConfig:
         memory_latency: Latency of a hit in the memory tier, seconds.
         store_latency: Latency of a hit in the store (Redis), seconds.
         warmup: Rules of the background refreshing.
+        refreshes_inflight: Refreshes under way at the same time (:class:`serving.warmup.Warmer`'s ``max_inflight``).
         ghost_keys: Keys that the ghost tracks at most; 0 for no ghost (then curve, entropy, drift and regret are missing).
         prices: What the regret is priced with.
         arm: Name of the arm in the signals.
@@ -40,6 +41,7 @@ class SimConfig:
     memory_latency: float = 0.001
     store_latency: float = 0.002
     warmup: WarmupRules = field(default_factory=WarmupRules)
+    refreshes_inflight: int = 4
     ghost_keys: int = 4096
     prices: Prices = field(default_factory=Prices)
     arm: str = "simulated"
@@ -55,5 +57,7 @@ class SimConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"simulator: {name}: expected finite seconds >= 0, got {value!r}")
+        if self.refreshes_inflight < 1:
+            raise ValueError(f"simulator: refreshes_inflight: expected at least 1, got {self.refreshes_inflight!r}")
         if self.ghost_keys != 0 and self.ghost_keys < 16:
             raise ValueError(f"simulator: ghost_keys: expected 0 (no ghost) or at least 16, got {self.ghost_keys!r}")

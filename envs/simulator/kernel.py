@@ -42,6 +42,9 @@ _REBASE_HALF_LIVES = 512
 _FEW = 100
 """Up to so many changes to a sorted list of about a thousand, insertion sort is the faster one."""
 
+_TOKEN = 1.0 - 1e-9
+"""Refilling in many small steps must not fall short of a whole token by rounding."""
+
 
 class State(NamedTuple):
     """Everything that a simulator remembers, for K keys.
@@ -60,6 +63,7 @@ class State(NamedTuple):
     weight: Floats
     hot: Links
     busy: Floats
+    refreshing: Floats
     ints: Ints
     floats: Floats
     params: Floats
@@ -244,7 +248,7 @@ def _tick(state: State, unit: Floats, starts: Floats, now: float, until: float) 
     """One round of warm-up: refresh what is planned and not live, best first, while the token bucket lasts."""
     ints, floats, params, entry = state.ints, state.floats, state.params, state.entry
     floats[BUCKET] = min(params[BURST], floats[BUCKET] + params[REFRESH_RATE] * params[PERIOD])
-    if params[WARMUP] <= 0.0 or floats[BUCKET] < 1.0:
+    if floats[BUCKET] < _TOKEN or state.refreshing.min() > now:
         return
     if ints[HOT_CHANGES] > 0:
         _sort_hot(state)
@@ -261,13 +265,14 @@ def _tick(state: State, unit: Floats, starts: Floats, now: float, until: float) 
         life = params[TTL] * (1.0 - params[JITTER] * unit[key]) * (1.0 - params[REFRESH_AHEAD])
         if entry[key, STORE_SIZE] > 0 and now - state.written[key] <= life:
             continue
-        if floats[BUCKET] < 1.0:
+        free = state.refreshing.argmin()
+        if floats[BUCKET] < _TOKEN or state.refreshing[free] > now:
             return
         floats[BUCKET] -= 1.0
         ints[REFRESHES] += 1
         ints[REFRESH_INPUT] += entry[key, LAST_INPUT]
         ints[REFRESH_OUTPUT] += entry[key, LAST_OUTPUT]
-        _call(state, starts, now, entry[key, LAST_OUTPUT], until)
+        state.refreshing[free] = now + _call(state, starts, now, entry[key, LAST_OUTPUT], until)
         _put(state, key, entry[key, LAST_SIZE], now)
 
 

@@ -238,7 +238,7 @@ def _new_state(keys: int, config: SimConfig, position: int, now: float) -> k.Sta
     ints[k.POSITION] = position
     floats = np.zeros(k.N_FLOATS)
     floats[k.NEXT_TICK] = now + warmup.period
-    floats[k.BUCKET] = warmup.burst
+    floats[k.BUCKET] = max(1.0, warmup.burst)
     floats[k.LANDMARK] = math.nan
     params = np.zeros(k.N_PARAMS)
     params[k.JITTER] = config.ttl_jitter
@@ -249,7 +249,7 @@ def _new_state(keys: int, config: SimConfig, position: int, now: float) -> k.Sta
     params[k.HOT_CAPACITY], params[k.HOT_HALF_LIFE] = warmup.capacity, warmup.half_life
     params[k.MIN_SCORE], params[k.PERIOD] = warmup.min_score, warmup.period
     params[k.REFRESH_AHEAD] = warmup.refresh_ahead
-    params[k.REFRESH_RATE], params[k.BURST] = warmup.refreshes_per_second, warmup.burst
+    params[k.REFRESH_RATE], params[k.BURST] = warmup.refreshes_per_second, max(1.0, warmup.burst)
     return k.State(
         links=np.zeros((keys + 1, 4), np.int32),
         entry=np.zeros((keys + 1, 5), np.int64),
@@ -257,6 +257,7 @@ def _new_state(keys: int, config: SimConfig, position: int, now: float) -> k.Sta
         weight=np.zeros(keys + 1),
         hot=np.zeros(2 * warmup.capacity + 1, np.int32),
         busy=np.full(config.upstream.slots, now),
+        refreshing=np.full(config.refreshes_inflight, now),
         ints=ints,
         floats=floats,
         params=params,

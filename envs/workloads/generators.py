@@ -33,7 +33,8 @@ def zipf_ranks(random: np.random.Generator, count: int, alpha: float, draws: int
     """Draw ranks 0..count-1 with probability proportional to ``1 / (rank + 1) ** alpha``, shape (draws,)."""
     cumulative = np.cumsum(np.arange(1, count + 1, dtype=np.float64) ** -alpha)
     ranks = np.searchsorted(cumulative, random.random(draws) * cumulative[-1], side="right")
-    return np.minimum(ranks, count - 1).astype(np.int64)
+    drawn: npt.NDArray[np.int64] = np.minimum(ranks, count - 1)
+    return drawn
 
 
 def sessions(
