@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -12,7 +11,6 @@ from envs.objective import Prices
 from envs.simulator.config import SimConfig
 from envs.workloads.generators import sessions
 from envs.workloads.trace import Trace
-from serving.hotset import WarmupRules
 from serving.latency import UpstreamModel
 from serving.settings import Seconds, Settings, Share, SpaceSettings, WarmupSettings
 
@@ -64,7 +62,6 @@ class SimulatorSettings(Settings):
         memory_latency: Seconds of a hit in the memory tier.
         store_latency: Seconds of a hit in the store.
         warmup: Background refreshing.
-        refreshes_inflight: Refreshes under way at the same time.
         ghost_keys: Keys that the ghost tracks at most; 0 for no ghost.
     """
 
@@ -75,8 +72,7 @@ class SimulatorSettings(Settings):
     upstream: UpstreamModelSettings = UpstreamModelSettings()
     memory_latency: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = _SIM.memory_latency
     store_latency: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = _SIM.store_latency
-    warmup: WarmupSettings = WarmupSettings(**asdict(_SIM.warmup))
-    refreshes_inflight: Annotated[int, Field(ge=1)] = _SIM.refreshes_inflight
+    warmup: WarmupSettings = WarmupSettings()
     ghost_keys: Annotated[int, Field(ge=0)] = _SIM.ghost_keys
 
     def to_config(self, prices: Prices | None = None, *, arm: str = _SIM.arm) -> SimConfig:
@@ -97,8 +93,8 @@ class SimulatorSettings(Settings):
             upstream=self.upstream.to_model(),
             memory_latency=self.memory_latency,
             store_latency=self.store_latency,
-            warmup=WarmupRules(**self.warmup.model_dump()),
-            refreshes_inflight=self.refreshes_inflight,
+            warmup=self.warmup.rules(),
+            refreshes_inflight=self.warmup.max_inflight,
             ghost_keys=self.ghost_keys,
             prices=prices or Prices(),
             arm=arm,
