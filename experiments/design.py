@@ -92,6 +92,19 @@ class Experiment:
         """The names of the control and of the treatment, in this order."""
         return self.control, self.treatment
 
+    def changed(self, **changes: Any) -> Experiment:
+        """Return a copy with some fields changed; new ``prices`` bring their own objective on P99.
+
+        Raises:
+            DesignError: If a field is unknown or a value does not fit.
+        """
+        unknown = set(changes) - {item.name for item in fields(self)}
+        if unknown:
+            raise DesignError(f"experiment {self.name}: unknown {sorted(unknown)}")
+        if "prices" in changes:
+            changes.setdefault("slo", None)
+        return replace(self, **changes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready mapping from which :meth:`from_dict` builds the same experiment."""
         return {

@@ -10,7 +10,6 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -126,18 +125,14 @@ class Ledger:
         self.get_experiment(name)
         with self._write() as session:
             row = session.scalars(select(ExperimentRow).where(ExperimentRow.name == name).with_for_update()).one()
-            changed = replace(Experiment.from_dict(row.design), **changes)
+            changed = Experiment.from_dict(row.design).changed(**changes)
             row.namespace, row.started_at, row.design = changed.namespace, changed.started_at, changed.to_dict()
         return changed
 
     # -- decisions and events
 
-    def record_decision(self, record: DecisionRecord) -> int:
-        """Append a decision.
-
-        Returns:
-            Its number in the ledger.
-        """
+    def record_decision(self, record: DecisionRecord) -> None:
+        """Append a decision."""
         row = DecisionRow(
             at=float(record.at),
             namespace=record.namespace,
@@ -156,8 +151,6 @@ class Ledger:
         )
         with self._write() as session:
             session.add(row)
-            session.flush()
-            return row.id
 
     def decisions(
         self,
