@@ -22,7 +22,7 @@ from envs.objective import Cost, Prices, price
 from envs.observation import DIM, HIGH, LOW, Observation, ObservationBuilder
 from envs.signals import NAN, ArmSignals
 from envs.simulator import CacheSimulator, SimConfig, Window
-from envs.workloads.trace import Trace
+from envs.workloads import Trace, sessions
 from serving.knobs import Knobs, KnobSpace
 
 REWARD_LIMIT = 3.0
@@ -347,6 +347,4 @@ def _middle(space: KnobSpace) -> Knobs:
 
 
 def _default_trace() -> Trace:
-    from envs.workloads.generators import sessions
-
-    return sessions(seed=0)
+    return sessions(40_000, 4_000, duration=8 * 3600.0, hot_swaps=(4 * 3600.0,))

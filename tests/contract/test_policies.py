@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agents.artifact import Artifact
-from agents.baselines import StaticPolicy
+from agents.baselines import HoldPolicy, MiddlePolicy, StaticPolicy
 from agents.curve import CurvePolicy, LastCurvePolicy
 from agents.policy import Policy, Proposal
 from agents.ppo import PPOPolicy
@@ -27,6 +27,8 @@ from tests.agents.observations import KNOBS, PRICES, SPACE, ghost, network, noth
 POLICIES: dict[str, Callable[[], Policy]] = {
     "static": lambda: StaticPolicy(Knobs(1 << 22, 60.0, 0.1)),
     "static outside the space": lambda: StaticPolicy(Knobs(1 << 50, math.inf, 1.0)),
+    "hold": HoldPolicy,
+    "middle of the grid": MiddlePolicy,
     "curve": CurvePolicy,
     "curve with hysteresis": lambda: CurvePolicy(0.1),
     "last curve": LastCurvePolicy,
