@@ -88,6 +88,7 @@ class CacheSimulator:
             else None
         )
         self._knobs = self._priced = knobs
+        self._refreshes = 0
         self.apply(knobs)
         if warm_from is not None and start > warm_from:
             self.step(self._time_of(start) - self._now)
@@ -115,6 +116,11 @@ class CacheSimulator:
             "memory": (int(ints[k.MEMORY_ENTRIES]), int(ints[k.MEMORY_BYTES])),
             "redis": (int(ints[k.STORE_ENTRIES]), int(ints[k.STORE_BYTES])),
         }
+
+    @property
+    def refreshes(self) -> int:
+        """Entries refreshed in the last window."""
+        return self._refreshes
 
     def apply(self, knobs: Knobs) -> int:
         """Put knobs into effect; shrinking evicts at once, oldest first.
@@ -167,6 +173,7 @@ class CacheSimulator:
         steps = self.config.space.to_steps(self._knobs) - self.config.space.to_steps(self._priced)
         usage = signals.usage(self._knobs.cache_size, float(np.linalg.norm(steps)))
         self._priced = self._knobs
+        self._refreshes = int(state.ints[k.REFRESHES])
         # Counters start anew here, not in the next step: what is evicted by a smaller budget belongs to the next window.
         state.ints[k.FIRST_COUNTER :] = 0
         state.floats[k.FIRST_SUM :] = 0.0

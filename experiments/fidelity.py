@@ -1,0 +1,174 @@
+"""The simulator beside the live tiers: one trace, one schedule of knobs and flushes, both in virtual time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from envs.simulator import CacheSimulator, SimConfig
+from envs.workloads.trace import Trace
+from serving.cache import CacheRules, TieredCache
+from serving.keys import Fingerprint
+from serving.knobs import Knobs
+from serving.latency import UpstreamModel
+from serving.tiers.base import KEY_BYTES, Entry, Tier
+from serving.tiers.memory import MemoryTier
+from serving.warmup import Remembered, Warmer
+
+_ARM = "fidelity"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What happens in one stretch of the replay.
+
+    Attributes:
+        windows: Number of windows.
+        duration: Length of each, seconds.
+        knobs: Put into effect before the first; None keeps what there is.
+        flush: Whether the cache is emptied before the first, after the knobs.
+    """
+
+    windows: int
+    duration: float
+    knobs: Knobs | None = None
+    flush: bool = False
+
+
+async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], store: Tier) -> pd.DataFrame:
+    """Replay a trace through the simulator and through memory tier and store, warm-up included; set the windows side by side.
+
+    The tiers are the gateway's own, driven with the trace's clock; an answer is stored at the moment of its miss, as in the
+    simulator. The store's arm ``fidelity`` is flushed first. The tiers know no model, so the simulated model answers at once.
+
+    Args:
+        trace: The workload.
+        config: The simulator's settings; the tiers get the same.
+        schedule: Stages in order; the first needs knobs.
+        store: The shared tier, e.g. a :class:`serving.tiers.redis.RedisTier` with deadlines long enough never to miss. With one
+            connection the order of refreshes is the simulator's. It is closed at the end.
+
+    Returns:
+        One row per window: ``window``, ``at`` (seconds), ``requests``, and for each of ``hit_ratio``, ``memory``, ``redis`` (hit
+        ratios by tier), ``evictions``, ``expirations``, ``refreshes``, ``resident_bytes`` a pair of columns ``<name>_simulator``
+        and ``<name>_tiers``. Ratios are NaN in windows without requests.
+
+    Raises:
+        ValueError: If the first stage has no knobs.
+    """
+    if not schedule or schedule[0].knobs is None:
+        raise ValueError("fidelity: schedule: expected at least one stage, the first with knobs")
+    config = replace(config, upstream=UpstreamModel(slots=1, ttft=0.0, tpot=0.0), ghost_keys=0, refreshes_inflight=1)
+    simulator = CacheSimulator(trace, config, schedule[0].knobs)
+    live = _LiveTiers(trace, config, store)
+    rows: list[dict[str, float]] = []
+    await live.cache.apply({_ARM: schedule[0].knobs})
+    await live.cache.flush(_ARM)
+    live.start = await live.evictions()
+    try:
+        for stage in schedule:
+            if stage.knobs is not None:
+                simulator.apply(stage.knobs)
+                await live.cache.apply({_ARM: stage.knobs})
+            if stage.flush:
+                simulator.flush()
+                await live.cache.flush(_ARM)
+            for _ in range(stage.windows):
+                signals = simulator.step(stage.duration).signals
+                measured = await live.run(simulator.now)
+                simulated = {
+                    "hit_ratio": signals.hit_ratio,
+                    **signals.hit_ratio_by_tier,
+                    "evictions": signals.evictions,
+                    "expirations": signals.expirations,
+                    "refreshes": float(simulator.refreshes),
+                    "resident_bytes": signals.resident_bytes,
+                }
+                row: dict[str, float] = {"window": len(rows), "at": signals.at, "requests": signals.requests}
+                for name, value in simulated.items():
+                    row[f"{name}_simulator"], row[f"{name}_tiers"] = value, measured[name]
+                rows.append(row)
+    finally:
+        await live.cache.close()
+    return pd.DataFrame(rows)
+
+
+class _LiveTiers:
+    """The gateway's tiers and warm-up, driven by a trace's clock."""
+
+    def __init__(self, trace: Trace, config: SimConfig, store: Tier) -> None:
+        self._trace = trace
+        self.cache = TieredCache(
+            memory=MemoryTier(),
+            store=store,
+            vectors=None,
+            rules=CacheRules(config.l1_share, config.ttl_jitter, config.staleness_half_life),
+        )
+        self._warmer = Warmer(_ARM, self.cache, config.warmup, self._refresh, max_inflight=1 << 20)
+        self._period = config.warmup.period
+        self._next_tick = self._period
+        self._row = 0
+        self._tick_at = 0.0
+        self._last: dict[int, int] = {}
+        self._refreshes = 0
+        self.start = 0
+
+    async def evictions(self) -> int:
+        stats = await self.cache.stats(_ARM)
+        return stats["redis"].evictions
+
+    async def run(self, until: float) -> dict[str, float]:
+        """Answer the requests that arrive before ``until``; return what the window was like."""
+        trace, first = self._trace, self._row
+        hits = {"memory": 0, "redis": 0}
+        expirations = 0
+        self._refreshes = 0
+        while True:
+            due = float(trace.time[self._row]) if self._row < len(trace) else math.inf
+            while self._next_tick <= due and self._next_tick < until:
+                self._tick_at = self._next_tick
+                await self._warmer.tick(self._next_tick)
+                await self._warmer.drain()
+                self._next_tick += self._period
+            if due >= until:
+                break
+            key = int(trace.key[self._row])
+            self._warmer.access(key, due)
+            self._last[key] = self._row
+            request = _fingerprint(key)
+            if not self._warmer.knows(key):
+                self._warmer.remember(key, Remembered(request, b"", {}))
+            found = await self.cache.lookup(_ARM, request, now=due)
+            if found.outcome == "hit":
+                hits[found.tier] += 1
+            else:
+                expirations += found.expired
+                await self.cache.put(_ARM, self._entry(key, self._row, due), now=due)
+            self._row += 1
+        requests = self._row - first
+        stats = await self.cache.stats(_ARM)
+        evictions, self.start = stats["redis"].evictions - self.start, stats["redis"].evictions
+        return {
+            "hit_ratio": sum(hits.values()) / requests if requests else math.nan,
+            **{tier: count / requests if requests else math.nan for tier, count in hits.items()},
+            "evictions": float(evictions),
+            "expirations": float(expirations),
+            "refreshes": float(self._refreshes),
+            "resident_bytes": float(stats["redis"].bytes),
+        }
+
+    async def _refresh(self, arm: str, request: Remembered) -> None:
+        key = int.from_bytes(request.fingerprint.key[:8], "big")
+        self._refreshes += 1
+        await self.cache.put(arm, self._entry(key, self._last[key], self._tick_at), now=self._tick_at)
+
+    def _entry(self, key: int, row: int, now: float) -> Entry:
+        return Entry(_fingerprint(key).key, bytes(int(self._trace.size[row]) - KEY_BYTES), now)
+
+
+def _fingerprint(key: int) -> Fingerprint:
+    """A fingerprint whose 64-bit name is ``key``."""
+    return Fingerprint(key.to_bytes(8, "big") + bytes(KEY_BYTES - 8), bytes(KEY_BYTES), "")
