@@ -5,9 +5,9 @@ Importing this package registers ``CacheTuning-v0`` and ``CacheTuningLive-v0``; 
 
 import gymnasium
 
-for _name, _entry_point in (
-    ("CacheTuning-v0", "envs.cache_env:CacheTuningEnv"),
-    ("CacheTuningLive-v0", "envs.live_env:CacheTuningLiveEnv"),
+for _name, _entry_point, _nondeterministic in (
+    ("CacheTuning-v0", "envs.cache_env:CacheTuningEnv", False),
+    ("CacheTuningLive-v0", "envs.live_env:CacheTuningLiveEnv", True),  # users are not seeded
 ):
     if _name not in gymnasium.registry:
-        gymnasium.register(id=_name, entry_point=_entry_point)
+        gymnasium.register(id=_name, entry_point=_entry_point, nondeterministic=_nondeterministic)

@@ -72,8 +72,9 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
     ``knobs``, ``reference_knobs``, ``version``, ``confirmed``, ``expected`` and ``fault``.
 
     Args:
-        source: Where the metrics are; not closed with the environment.
-        store: Where the knobs are written; used from a thread of the environment, not closed with it.
+        open_source: Opens the source of the metrics; closed with the environment.
+        open_store: Opens the store where the knobs are written; closed with the environment, which uses it in an event loop of
+            its own.
         arm: The arm that is tuned. Other arms' knobs are left as they are.
         space: The knob space; the gateway's ghost must use the same grid.
         prices: The prices.
@@ -90,6 +91,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         render_mode: None: there is nothing to render.
 
     Raises:
+        SourceUnavailable: If the source cannot be read.
         ValueError: If an argument is out of its range.
     """
 
@@ -97,8 +99,8 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
 
     def __init__(
         self,
-        source: SignalSource,
-        store: ConfigStore,
+        open_source: Callable[[], SignalSource],
+        open_store: Callable[[], ConfigStore],
         arm: str,
         *,
         space: KnobSpace,
@@ -126,8 +128,6 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
             raise ValueError(f"CacheTuningLive: initial: expected knobs within {space}, got {initial}")
         if render_mode is not None:
             raise ValueError(f"CacheTuningLive: render_mode: expected None, got {render_mode!r}")
-        self._source = source
-        self._store = store
         self._arm = arm
         self._space = space
         self._prices = prices
@@ -149,7 +149,9 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         self._applied: Applied | None = None
         self._steps = 0
         self._units: list[float] = []
+        self._source = open_source()
         self._loop = _LoopThread()
+        self._store = open_store()
 
     @property
     def observation(self) -> Observation:
@@ -224,8 +226,11 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         return self._observation.vector.copy(), reward, False, truncated, info
 
     def close(self) -> None:
-        """End the environment's own thread; the gateway stays on its last knobs."""
-        self._loop.close()
+        """Close the source and the store and end the environment's own thread; the gateway stays on its last knobs."""
+        if not self._loop.closed:
+            self._source.close()
+            self._loop.run(self._store.close())
+            self._loop.close()
 
     def _reward(self, cost: float, predicted: float, requests: float) -> float:
         dollars = predicted * requests / 1000.0
@@ -328,9 +333,11 @@ class _LoopThread:
         future: Future[_T] = asyncio.run_coroutine_threadsafe(what, self._loop)
         return future.result()
 
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

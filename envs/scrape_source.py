@@ -63,12 +63,13 @@ class _Target:
 class ScrapeSource:
     """A :class:`~envs.sources.SignalSource` that scrapes by itself and remembers a bounded time.
 
-    :meth:`refresh` scrapes once. Between refreshes nothing is scraped unless :meth:`start` was called, so a caller that refreshes
-    less often than it should give ``increase`` two samples per window must start it.
+    A thread scrapes every ``scrape_interval`` seconds, so that ``increase`` finds its two samples in any window of a few scrapes
+    whenever it is asked; :meth:`refresh` scrapes once more.
 
     Args:
         targets: What to scrape; the model server's own metrics (``vllm:...``) are a target like others. Files and functions are
             read anew at every scrape; a function that fails should raise an ``OSError`` or ``ValueError``.
+        scrape_interval: Seconds between two scrapes; None: only :meth:`refresh` scrapes.
         prefix: What Ray puts before the gateway's metric names.
         keep: Prefixes of the exported names that are read at all; by default the gateway's and vLLM's.
         selector: Labels that the gateway's series must have.
@@ -79,12 +80,14 @@ class ScrapeSource:
 
     Raises:
         SourceUnavailable: If no target answers the first scrape.
+        ValueError: If the scrape interval is not positive.
     """
 
     def __init__(
         self,
         targets: Targets,
         *,
+        scrape_interval: float | None = 1.0,
         prefix: str = "ray_",
         keep: tuple[str, ...] | None = None,
         selector: Mapping[str, str] = NO_LABELS,
@@ -93,6 +96,8 @@ class ScrapeSource:
         max_series: int = 20_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        if scrape_interval is not None and not scrape_interval > 0:
+            raise ValueError(f"scrape_interval: expected seconds > 0 or None, got {scrape_interval!r}")
         self._where_from: list[Target] | Callable[[], Iterable[Target]]
         if isinstance(targets, (str, Path)):
             self._where_from = [targets]
@@ -118,26 +123,15 @@ class ScrapeSource:
         except SourceUnavailable:
             self.close()
             raise
+        if scrape_interval is not None:
+            self._thread = threading.Thread(target=self._run, args=(scrape_interval,), name="scrape-source", daemon=True)
+            self._thread.start()
 
     def __enter__(self) -> ScrapeSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def start(self, interval: float = 1.0) -> None:
-        """Scrape every ``interval`` seconds in a thread of its own until :meth:`close`."""
-        if not interval > 0:
-            raise ValueError(f"scrape interval: expected seconds > 0, got {interval!r}")
-        if self._thread is not None:
-            return
-
-        def run() -> None:
-            while not self._stop.wait(interval):
-                self._scrape()
-
-        self._thread = threading.Thread(target=run, name="scrape-source", daemon=True)
-        self._thread.start()
 
     def refresh(self) -> None:
         """Scrape every target and move the time of evaluation to that scrape.
@@ -218,6 +212,10 @@ class ScrapeSource:
         if self._thread is not None:
             self._thread.join()
         self._pool.shutdown()
+
+    def _run(self, interval: float) -> None:
+        while not self._stop.wait(interval):
+            self._scrape()
 
     def _growth(
         self, name: str, where: Mapping[str, str], by: tuple[str, ...], window: float

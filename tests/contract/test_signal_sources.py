@@ -86,10 +86,8 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
         keep = ("ray_cachepilot_", "vllm:", "other_")
         began = time.time()
         url = stack.enter_context(prometheus_server(directory, file_sd=file_sd, scrape_interval=f"{SCRAPE * 1000:.0f}ms"))
-        scrapers = [stack.enter_context(ScrapeSource(file_sd, keep=keep)) for _ in range(2)]
+        scrapers = [stack.enter_context(ScrapeSource(file_sd, keep=keep, scrape_interval=SCRAPE)) for _ in range(2)]
         servers = [stack.enter_context(PrometheusSource(url)) for _ in range(2)]
-        for scraper in scrapers:
-            scraper.start(SCRAPE)
         everyone: list[SignalSource] = [*scrapers, *servers]
 
         def seen(metric: str, **want: float) -> bool:

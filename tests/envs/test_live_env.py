@@ -1,0 +1,247 @@
+"""``CacheTuningLive-v0`` over a replica with a real cache, real metrics and a real config store; only time is the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import envs  # noqa: F401 - registers the environments
+from envs.live_env import CacheTuningLiveEnv, reference_cost
+from envs.objective import Prices
+from envs.scrape_source import ScrapeSource
+from envs.sources import SourceUnavailable
+from serving.config_store import DesiredState
+from serving.knobs import Knobs, KnobSpace
+from serving.redis_config_store import RedisConfigStore
+from tests.envs.live_gateway import LiveGateway
+
+SPACE = KnobSpace(min_size=8_000, max_size=512_000, min_ttl=30.0, max_ttl=3000.0, size_steps=7, ttl_steps=3)
+PRICES = Prices(memory_gib_hour=20.0, time_scale=2000.0)
+START = Knobs(32_000, 300.0)
+INTERVAL = 20.0
+SCRAPES = 10
+"""Scrapes per interval: what the extrapolation to the window's edges can be off by is one part in as many."""
+HOLD = np.zeros(3, np.float32)
+
+
+class Stage:
+    """A gateway that serves while the environment waits."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.url, self.namespace = url, namespace
+        self.gateway = LiveGateway(SPACE, "treatment", RedisConfigStore(url, namespace))
+        self.requests = 300
+        self.watching = True
+        self.source: ScrapeSource
+        self.made: list[gym.Env[Any, Any]] = []
+
+    def open_source(self) -> ScrapeSource:
+        self.source = ScrapeSource([self.gateway.exporter.url], scrape_interval=None, clock=lambda: self.gateway.now)
+        return self.source
+
+    def wait(self, seconds: float) -> None:
+        if self.watching:
+            self.gateway.watch()
+        if seconds < INTERVAL:
+            self.gateway.now += seconds
+            return
+        for _ in range(SCRAPES):
+            self.gateway.run(seconds / SCRAPES, self.requests // SCRAPES)
+            with contextlib.suppress(SourceUnavailable):
+                self.source.refresh()
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "open_source": lambda: self.open_source(),  # not the bound method: Gymnasium copies what it is given
+            "open_store": lambda: RedisConfigStore(self.url, self.namespace),
+            "arm": "treatment",
+            "space": SPACE,
+            "prices": PRICES,
+            "initial": START,
+            "interval": INTERVAL,
+            "clock": lambda: self.gateway.now,
+            "wait": lambda seconds: self.wait(seconds),
+            **changes,
+        }
+
+    def make(self, **changes: Any) -> gym.Env[Any, Any]:
+        env = gym.make("CacheTuningLive-v0", **self.settings(**changes))
+        self.made.append(env)
+        return env
+
+    def stored(self) -> DesiredState:
+        state = self.ask(lambda store: store.read())
+        assert isinstance(state, DesiredState)
+        return state
+
+    def ask(self, what: Callable[[RedisConfigStore], Any]) -> Any:
+        async def asked() -> Any:
+            store = RedisConfigStore(self.url, self.namespace)
+            try:
+                return await what(store)
+            finally:
+                await store.close()
+
+        return asyncio.run(asked())
+
+    def close(self) -> None:
+        for env in self.made:
+            env.close()
+        self.gateway.close()
+
+
+@pytest.fixture
+def stage(redis_url: str, namespace: str) -> Iterator[Stage]:
+    stage = Stage(redis_url, namespace)
+    yield stage
+    stage.close()
+
+
+def test_it_is_a_gymnasium_environment(stage: Stage) -> None:
+    env = stage.make()
+    assert isinstance(env.unwrapped, CacheTuningLiveEnv)
+    check_env(env.unwrapped, skip_render_check=True)
+
+
+def test_a_step_puts_the_knobs_in_force_and_measures_what_they_do(stage: Stage) -> None:
+    env = stage.make()
+    _, info = env.reset(seed=1)
+    assert info["fault"] == ""
+    assert stage.gateway._cache.knobs("treatment") == START
+    for _ in range(3):
+        before = env.unwrapped.observation  # type: ignore[attr-defined]
+        hits, requests = stage.gateway.hits, stage.gateway.requests
+        observation, reward, terminated, truncated, info = env.step(np.array([0.34, 0.0, 0.0], np.float32))
+        assert (terminated, truncated, info["fault"]) == (False, False, "")
+        assert env.observation_space.contains(observation)
+        wanted = Knobs.from_dict(info["knobs"])
+        assert SPACE.contains(wanted)
+        assert np.all(np.abs(SPACE.to_steps(wanted) - SPACE.to_steps(before.knobs)) <= 2.0 + 1e-6)
+        assert stage.gateway._cache.knobs("treatment") == wanted == stage.stored().arms["treatment"]
+        assert stage.stored().version == info["version"]
+        assert (info["confirmed"], info["expected"]) == (1, 1)
+        assert info["requests"] == pytest.approx(stage.gateway.requests - requests, rel=2 / SCRAPES)
+        assert info["hit_ratio"] == pytest.approx(
+            (stage.gateway.hits - hits) / (stage.gateway.requests - requests), abs=2 / SCRAPES
+        )
+        assert info["cost"]["total"] > 0
+        assert math.isfinite(reward)
+        assert math.copysign(1.0, reward) == math.copysign(1.0, info["reference_cost"]["total"] - info["cost"]["total"])
+
+
+def test_the_reference_is_priced_on_the_windows_own_requests(stage: Stage) -> None:
+    env = stage.make()
+    env.reset(seed=1)
+    anchor = env.unwrapped.observation.anchor  # type: ignore[attr-defined]
+    assert anchor is not None
+    _, _, _, _, info = env.step(HOLD)
+    assert info["reference_knobs"] == anchor.to_dict()
+    signals = env.unwrapped.observation.signals  # type: ignore[attr-defined]
+    assert info["reference_cost"]["total"] == pytest.approx(reference_cost(signals, anchor, PRICES))
+    costs = [reference_cost(signals, Knobs(int(size), 300.0), PRICES) for size in SPACE.sizes]
+    assert len({round(cost, 9) for cost in costs}) > 3
+
+
+def test_a_cache_at_the_reference_is_paid_about_nothing_and_one_far_from_it_loses(stage: Stage) -> None:
+    env = stage.make(max_steps=(9.0, 9.0, 9.0), radius=(9.0, 9.0, 9.0))
+    env.reset(seed=1)
+    rewards: dict[str, list[float]] = {"at": [], "far": []}
+    for _ in range(4):
+        rewards["at"].append(float(env.step(HOLD)[1]))
+    for _ in range(4):
+        rewards["far"].append(float(env.step(np.array([1.0, 0.0, 0.0], np.float32))[1]))
+    assert abs(np.mean(rewards["at"][1:])) < 0.15
+    assert np.mean(rewards["far"][1:]) < np.mean(rewards["at"][1:]) - 0.1
+
+
+def test_other_arms_keep_their_knobs(stage: Stage) -> None:
+    control = Knobs(16_000, 60.0)
+    stage.ask(lambda store: store.write({"control": control}, expected_version=0, author="test", reason="", now=0.0))
+    env = stage.make()
+    env.reset(seed=1)
+    env.step(np.array([1.0, 0.0, 0.0], np.float32))
+    assert stage.stored().arms["control"] == control
+
+
+def test_without_initial_knobs_it_starts_from_those_in_force(stage: Stage) -> None:
+    with pytest.raises(RuntimeError, match="initial=Knobs"):
+        stage.make(initial=None).reset()
+    mine = Knobs(64_000, 100.0, 0.2)
+    stage.ask(lambda store: store.write({"treatment": mine}, expected_version=0, author="test", reason="", now=0.0))
+    _, info = stage.make(initial=None).reset()
+    assert Knobs.from_dict(info["knobs"]) == mine
+    assert stage.stored().version == 1
+
+
+def test_replicas_that_do_not_confirm_are_a_fault_not_a_reward(stage: Stage) -> None:
+    env = stage.make(confirm_timeout=1.0)
+    env.reset(seed=1)
+    stage.watching = False
+    _, reward, _, _, info = env.step(np.array([1.0, 0.0, 0.0], np.float32))
+    assert reward == 0.0
+    assert "0 of 1 replicas" in info["fault"]
+    stage.watching = True
+    assert env.step(HOLD)[4]["fault"] == ""
+
+
+def test_a_source_that_is_gone_is_a_fault_and_a_masked_observation(stage: Stage) -> None:
+    env = stage.make()
+    env.reset(seed=1)
+    stage.gateway.exporter.kill()
+    observation, reward, _, _, info = env.step(HOLD)
+    assert reward == 0.0
+    assert stage.gateway.exporter.address in info["fault"]
+    assert info["cost"] == info["reference_cost"] == {}
+    assert np.isfinite(observation).all()
+    assert not env.unwrapped.observation.valid("hit_ratio")  # type: ignore[attr-defined]
+
+
+def test_a_window_without_requests_cannot_be_priced(stage: Stage) -> None:
+    env = stage.make()
+    env.reset(seed=1)
+    stage.requests = 0
+    _, reward, _, _, info = env.step(HOLD)
+    assert reward == 0.0
+    assert "could not be priced" in info["fault"]
+
+
+def test_episodes_are_truncated_never_terminated(stage: Stage) -> None:
+    env = stage.make(episode_length=2)
+    env.reset(seed=1)
+    assert [env.step(HOLD)[2:4] for _ in range(2)] == [(False, False), (False, True)]
+
+
+def test_a_config_store_that_is_gone_is_a_fault_and_the_knobs_stay(stage: Stage, tmp_path: Any) -> None:
+    gone = RedisConfigStore(f"unix://{tmp_path}/no-redis.sock", "test")
+    env = stage.make()
+    env.reset(seed=1)
+    env.unwrapped._store = gone  # type: ignore[attr-defined]
+    before = env.unwrapped.observation.knobs  # type: ignore[attr-defined]
+    _, reward, _, _, info = env.step(np.array([1.0, 0.0, 0.0], np.float32))
+    assert reward == 0.0
+    assert "no-redis" in info["fault"]
+    assert Knobs.from_dict(info["knobs"]) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"interval": 0.0}, "interval"),
+        ({"window": math.nan}, "window"),
+        ({"episode_length": 0}, "episode_length"),
+        ({"replicas": 0}, "replicas"),
+        ({"initial": Knobs(1, 1.0)}, "initial"),
+        ({"render_mode": "human"}, "render_mode"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(stage: Stage, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        CacheTuningLiveEnv(**stage.settings(**change))
