@@ -60,6 +60,7 @@ class TargetHistory:
             if line.startswith(self._keep):
                 series, value = _split(line)
                 samples.setdefault(series, value)
+        self._forget(at)
         fresh = [text for text in samples if text not in self._by_text]
         remembered = len(self._labels) - len(self._free) + len(fresh)
         if len(samples) > self._max_series or remembered > 4 * self._max_series:
@@ -68,7 +69,6 @@ class TargetHistory:
                 f"{4 * self._max_series}; narrow the prefixes that are kept"
             )
         parsed = [(text, *_identity(text)) for text in fresh]
-        self._forget(at)
         for text, name, labels in parsed:
             self._by_text[text] = self._column(name, labels)
         row = np.full(len(self._labels), math.nan)
@@ -168,6 +168,6 @@ def _identity(series: bytes) -> tuple[str, Labels]:
     try:
         (family,) = text_string_to_metric_families(f"{text} 0\n")
         (sample,) = family.samples
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
         raise ValueError(f"expected a series of Prometheus' text format, got {text[:200]!r}: {error}") from error
     return sample.name, dict(sample.labels)
