@@ -217,7 +217,7 @@ def _caveats(
     if scale != 1:
         found.append(
             f"One second of the run stands for {scale:,.0f} s of the workload. Memory is priced by the workload's time; "
-            "latencies, queues and the tuner's interval are those of the run: relative to the traffic the tuner was that much slower."
+            "latencies, queues and the tuner's interval are those of the run: to the traffic the tuner was that much slower."
         )
     for arm, source in sources.items():
         if not source.decisions:

@@ -50,6 +50,7 @@ class Clock:
         return cls(start, 86_400.0, "days")
 
     def __call__(self, when: float) -> float:
+        """Return a time on the axis."""
         return (when - self.start) / self.unit
 
 
@@ -57,13 +58,17 @@ def charts(analysis: Analysis) -> dict[str, go.Figure]:
     """Return the figures by the name of their place in the page."""
     clock = Clock.over(analysis.start, analysis.end)
     objective = analysis.experiment.prices.slo_p99
-    return {
+    figures = {
         "hit-ratio": _over_time(analysis, clock, lambda arm: arm.hit_ratio, "hit ratio", percent=True),
         "p99": _over_time(analysis, clock, lambda arm: arm.p99, "P99, seconds", line=objective),
         "cost": _over_time(analysis, clock, lambda arm: arm.cost, "USD per 1,000 requests"),
         "terms": _terms(analysis),
         "knobs": _knobs(analysis, clock),
     }
+    for figure in figures.values():
+        figure.update_xaxes(zeroline=False, automargin=True, title_font_size=12.5, title_standoff=8)
+        figure.update_yaxes(zeroline=False, automargin=True, title_font_size=12.5, title_standoff=10)
+    return figures
 
 
 def _colour(analysis: Analysis, arm: str) -> str:
@@ -79,13 +84,11 @@ def _layout(figure: go.Figure, height: int) -> go.Figure:
     figure.update_layout(
         template="none",
         height=height,
-        margin={"l": 64, "r": 18, "t": 34, "b": 48},
+        margin={"l": 64, "r": 18, "t": 26, "b": 44},
         legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
         hovermode="x unified",
-        font={"family": "system-ui, sans-serif", "size": 13},
+        font={"family": "system-ui, sans-serif", "size": 12.5},
     )
-    figure.update_xaxes(zeroline=False, automargin=True)
-    figure.update_yaxes(zeroline=False, automargin=True)
     return figure
 
 
@@ -133,31 +136,36 @@ def _over_time(
                 )
         values = [pick(window) for window in windows]
         lone = len(windows) == 1 and values[0].known
+        whiskers = (
+            {"array": [values[0].high - values[0].value], "arrayminus": [values[0].value - values[0].low]} if lone else None
+        )
+        labels = [
+            f"{_range(value, percent)}, {window.requests:,} requests" for value, window in zip(values, windows, strict=True)
+        ]
         figure.add_scatter(
             x=[clock((window.start + window.end) / 2) for window in windows],
             y=[value.value if math.isfinite(value.value) else None for value in values],
-            error_y={"array": [values[0].high - values[0].value], "arrayminus": [values[0].value - values[0].low]}
-            if lone
-            else None,
+            error_y=whiskers,
             name=escape(arm),
             legendgroup=arm,
             mode="lines+markers",
             line={"color": colour, "width": 2},
             marker={"size": 9 if lone else 5, "color": colour},
-            customdata=[
-                _range(value, percent) + f", {window.requests:,} requests" for value, window in zip(values, windows, strict=True)
-            ],
+            customdata=labels,
             hovertemplate="%{customdata}",
         )
         top = max([top, *(value.high for value in values if value.known), *(v.value for v in values if math.isfinite(v.value))])
     _layout(figure, 320)
-    figure.update_xaxes(title=f"{clock.name} since the start", range=[0, max(clock(analysis.end), 1e-9)])
+    figure.update_xaxes(title=f"{clock.name} since the start", range=_x_range(analysis, clock))
     figure.update_yaxes(title=title, rangemode="tozero", tickformat=".0%" if percent else None)
     if percent:
         figure.update_yaxes(range=[0, min(1.0, top * 1.08) or 1.0])
     if line is not None and line < 1.6 * top:
         figure.add_hline(
-            y=line, line={"dash": "dot", "width": 1.5, "color": VERDICTS["hold"]}, annotation_text=f"objective {seconds(line)}"
+            y=line,
+            line={"dash": "dot", "width": 1.5, "color": VERDICTS["hold"]},
+            annotation_text=f"objective {seconds(line)}",
+            annotation_position="top left",
         )
     return figure
 
@@ -244,13 +252,31 @@ def _knobs(analysis: Analysis, clock: Clock) -> go.Figure:
         )
     _layout(figure, 640)
     figure.update_layout(hoversubplots="axis", legend={"y": 1.01})
-    figure.update_yaxes(title="cache size, MiB", type="log", row=1, col=1, dtick="D2")
-    figure.update_yaxes(title="ttl, seconds", type="log", row=2, col=1, dtick="D2")
+    for row, title in ((1, "cache size, MiB"), (2, "ttl, seconds")):
+        shown = [value for trace in figure.data if trace.yaxis == ("y", "y2")[row - 1] for value in trace.y if value]
+        figure.update_yaxes(title=title, type="log", row=row, col=1, **_log_axis(shown))
     figure.update_yaxes(title="warm-up ratio", rangemode="tozero", row=3, col=1)
     figure.update_yaxes(title="guard", type="category", row=4, col=1)
-    figure.update_xaxes(range=[0, max(clock(analysis.end), 1e-9)])
+    figure.update_xaxes(range=_x_range(analysis, clock))
     figure.update_xaxes(title=f"{clock.name} since the start", row=4, col=1)
     return figure
+
+
+def _x_range(analysis: Analysis, clock: Clock) -> list[float]:
+    return [0.0, max(clock(analysis.end), 1e-9) * 1.01]
+
+
+def _log_axis(values: Sequence[float]) -> dict[str, object]:
+    """Ticks at 1, 2 and 5 of each decade around the values, at most six; a little air above and below."""
+    if not values:
+        return {}
+    low, high = math.log10(min(values)) - 0.15, math.log10(max(values)) + 0.15
+    ticks = [base * 10.0**decade for decade in range(math.floor(low), math.ceil(high) + 1) for base in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
+    if len(ticks) > 6:
+        ticks = [tick for tick in ticks if round(math.log10(tick), 6).is_integer()]
+    ticks = ticks or [float(f"{max(values):.2g}")]
+    return {"range": [low, high], "tickvals": ticks, "ticktext": [f"{tick:,.5g}" for tick in ticks]}
 
 
 def _by_verdict(analysis: Analysis) -> Mapping[str, list[DecisionRecord]]:
@@ -259,10 +285,8 @@ def _by_verdict(analysis: Analysis) -> Mapping[str, list[DecisionRecord]]:
         for record in analysis.sources[arm].decisions:
             if record.verdict != "observe":
                 found.setdefault(record.verdict, []).append(record)
-    return {
-        name: found[name]
-        for name in sorted(found, key=lambda name: (list(VERDICTS).index(name) if name in VERDICTS else 9, name))
-    }
+    order = {name: place for place, name in enumerate(VERDICTS)}
+    return {name: found[name] for name in sorted(found, key=lambda name: (order.get(name, len(order)), name))}
 
 
 def _wrapped(text: str, width: int = 70) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from envs.objective import Prices
 from experiments.analysis import Analysis, analyse
-from experiments.charts import CONTROL, TERM_NAMES, TREATMENT, charts
+from experiments.charts import CONTROL, TERM_NAMES, TERMS, TREATMENT, charts
 from experiments.design import Experiment
 from experiments.measure import ArmFigures, Method
 from experiments.paired import ghost_sentence
@@ -145,9 +145,8 @@ def _values(trace: dict[str, Any]) -> Sequence[Any]:
 
 def _hint(analysis: Analysis, name: str) -> str:
     if name in ("hit-ratio", "p99", "cost"):
-        windows = (
-            "the tuner's intervals" if analysis.by_interval else f"{len(analysis.series[analysis.experiment.control])} windows"
-        )
+        count = len(analysis.series[analysis.experiment.control])
+        windows = "the intervals of the tuner" if analysis.by_interval else f"window, {count} in all"
         text = f"By {windows}; bands are {analysis.method.confidence:.0%} intervals clustered by key."
         return f'<p class="hint">{text}</p>'
     if name == "knobs":
@@ -215,11 +214,11 @@ def _list(items: Sequence[str]) -> str:
     return '<ul class="warnings">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
-def _cell(value: Interval, form: Callable[[float], str]) -> str:
+def _cell(value: Interval, form: Callable[[float], str], unit: str = "") -> str:
     if not math.isfinite(value.value):
         return "–"
     bounds = f' <span class="range">{escape(form(value.low))} to {escape(form(value.high))}</span>' if value.known else ""
-    return escape(form(value.value)) + bounds
+    return escape(form(value.value) + unit) + bounds
 
 
 def _arms(analysis: Analysis) -> str:
@@ -237,22 +236,26 @@ def _arms(analysis: Analysis) -> str:
         ("Effective keys", False, lambda arm: f"{arm.effective_keys:,.1f}" if arm.keys else "–"),
         ("Hit ratio", False, lambda arm: _cell(arm.hit_ratio, percent)),
     ]
-    for tier in sorted({*control.hit_ratio_by_tier, *treatment.hit_ratio_by_tier}):
-        rows.append((f"from {tier}", True, lambda arm, tier=tier: percent(arm.hit_ratio_by_tier.get(tier, 0.0))))  # type: ignore[misc]
+    tiers = sorted({*control.hit_ratio_by_tier, *treatment.hit_ratio_by_tier})
+    rows.extend((f"from {tier}", True, partial(_tier, tier)) for tier in tiers)
     rows += [
         ("P50 latency", False, lambda arm: escape(seconds(arm.p50)) if arm.requests else "–"),
         ("P99 latency", False, lambda arm: _cell(arm.p99, seconds)),
         ("Cost per 1,000 requests", False, lambda arm: _cell(arm.cost, usd)),
     ]
-    for term in ("tokens", "refresh", "latency", "memory", "staleness", "slo", "change"):
-        name = TERM_NAMES.get(term, term)
-        rows.append((name, True, lambda arm, term=term: _term(arm, term)))  # type: ignore[misc]
+    rows.extend((TERM_NAMES.get(term, term), True, partial(_term, term)) for term in TERMS)
     rows += [
         ("Evictions", False, lambda arm: "unknown" if arm.evictions is None else plain(arm.evictions)),
         ("Failed upstream", False, lambda arm: plain(arm.errors)),
         ("Knobs at the start", False, lambda arm: _knobs_cell(analysis, arm, 0)),
         ("Knobs at the end", False, lambda arm: _knobs_cell(analysis, arm, -1)),
     ]
+    differences = analysis.differences
+    changes = {
+        "Hit ratio": _change(differences.hit_ratio, lambda value: f"{100 * value:.1f}", " points"),
+        "P99 latency": _change(differences.p99, seconds),
+        "Cost per 1,000 requests": _change(differences.cost, usd),
+    }
     heads = "".join(
         f'<th><span class="dot" style="background:{colour}"></span>{escape(arm.arm)}</th>'
         for arm, colour in ((control, CONTROL), (treatment, TREATMENT))
@@ -262,10 +265,18 @@ def _arms(analysis: Analysis) -> str:
         f"<td>{show(control)}</td><td>{show(treatment)}</td></tr>"
         for name, nested, show in rows
     )
-    return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table><thead><tr><th></th>{heads}<th>difference</th></tr></thead><tbody>{body}</tbody></table>"
 
 
-def _term(arm: ArmFigures, term: str) -> str:
+def _change(value: Interval, form: Callable[[float], str], unit: str = "") -> str:
+    return _cell(value, lambda number: _signed(number, form), unit)
+
+
+def _tier(tier: str, arm: ArmFigures) -> str:
+    return f"{arm.hit_ratio_by_tier.get(tier, 0.0):.1%}" if arm.requests else "–"
+
+
+def _term(term: str, arm: ArmFigures) -> str:
     value = getattr(arm.terms, term)
     return escape(usd(value)) if math.isfinite(value) else "–"
 
@@ -286,8 +297,8 @@ def _paired(analysis: Analysis) -> str:
     if paired.constant:
         text += " Both arms had the same cache size and ttl throughout, so there is nothing to compare."
     return (
-        f"<p>{text}</p><p class='hint'>A model on the same keys, free of the luck of the split, beside the measurement on different "
-        "keys. It does not know warm-up, and it does not decide the verdict.</p>"
+        f"<p>{text}</p><p class='hint'>A model on the same keys, free of the luck of the split, beside the measurement on "
+        "different keys. It does not know warm-up, and it does not decide the verdict.</p>"
     )
 
 
