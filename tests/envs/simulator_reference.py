@@ -1,0 +1,163 @@
+"""The simulator's rules once more in plain Python, slow and obvious: what the compiled kernel is tested against."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from envs.simulator import SimConfig
+from envs.workloads import Trace
+from serving.hotset import HotSet
+from serving.keys import ttl_jitter
+from serving.knobs import Knobs
+from serving.warmup import TokenBucket
+
+
+@dataclass
+class Call:
+    arrival: float
+    start: float
+    finish: float
+
+
+@dataclass
+class ReferenceWindow:
+    latency: list[float] = field(default_factory=list)
+    memory_hits: int = 0
+    store_hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    expirations: int = 0
+    refreshes: int = 0
+    stale: float = 0.0
+    miss_tokens: tuple[int, int] = (0, 0)
+    refresh_tokens: tuple[int, int] = (0, 0)
+    running: float = 0.0
+    waiting: float = 0.0
+    resident: int = 0
+
+
+class ReferenceSimulator:
+    def __init__(self, trace: Trace, config: SimConfig, knobs: Knobs) -> None:
+        self.trace, self.config, self.now, self.row = trace, config, 0.0, 0
+        self.store: OrderedDict[int, tuple[int, float]] = OrderedDict()  # key -> size, written at; least recently used first
+        self.memory: OrderedDict[int, int] = OrderedDict()
+        self.hot: HotSet[int] = HotSet(config.warmup)
+        self.bucket = TokenBucket(config.warmup.refreshes_per_second, max(1.0, config.warmup.burst))
+        self.bucket.available(0.0)
+        self.last_row: dict[int, int] = {}
+        self.refresh_ends: list[float] = []
+        self.calls: list[Call] = []
+        self.ticks = 0
+        self.window = ReferenceWindow()
+        self.apply(knobs)
+
+    def apply(self, knobs: Knobs) -> None:
+        self.knobs = knobs
+        self.trim()
+
+    def flush(self) -> None:
+        self.store.clear()
+        self.memory.clear()
+
+    def trim(self) -> None:
+        while sum(size for size, _ in self.store.values()) > self.knobs.cache_size:
+            key, _ = self.store.popitem(last=False)
+            self.memory.pop(key, None)
+            self.window.evictions += 1
+        while sum(self.memory.values()) > int(self.knobs.cache_size * self.config.l1_share):
+            self.memory.popitem(last=False)
+
+    def put(self, key: int, size: int, now: float) -> None:
+        self.store.pop(key, None)
+        if size <= self.knobs.cache_size:
+            self.store[key] = (size, now)
+        self.promote(key, size)
+
+    def promote(self, key: int, size: int) -> None:
+        self.memory.pop(key, None)
+        if size <= int(self.knobs.cache_size * self.config.l1_share):
+            self.memory[key] = size
+        self.trim()
+
+    def live(self, key: int, now: float, ahead: float = 0.0) -> bool:
+        if key not in self.store:
+            return False
+        life = self.knobs.ttl * ttl_jitter(key, self.config.ttl_jitter) * (1.0 - ahead)
+        return now - self.store[key][1] <= life
+
+    def call(self, now: float, tokens: int) -> float:
+        """First come, first served: start at the first moment at which a slot is free."""
+        model = self.config.upstream
+        earliest = max([now, *(call.start for call in self.calls)])
+        for start in sorted({earliest, *(call.finish for call in self.calls if call.finish > earliest)}):
+            running = sum(call.start <= start < call.finish for call in self.calls)
+            if running < model.slots:
+                self.calls.append(Call(now, start, start + model.service_time(tokens, running)))
+                return self.calls[-1].finish - now
+        raise AssertionError("a slot is free once all calls have ended")
+
+    def tick(self, now: float) -> None:
+        rules = self.config.warmup
+        for key in self.hot.plan(self.knobs.warmup_ratio, now):
+            if self.live(key, now, rules.refresh_ahead):
+                continue
+            self.refresh_ends = [end for end in self.refresh_ends if end > now]
+            if not self.bucket.available(now) or len(self.refresh_ends) >= self.config.refreshes_inflight:
+                return
+            self.bucket.take()
+            row = self.last_row[key]
+            asked, answered = int(self.trace.input_tokens[row]), int(self.trace.output_tokens[row])
+            self.window.refreshes += 1
+            self.window.refresh_tokens = (self.window.refresh_tokens[0] + asked, self.window.refresh_tokens[1] + answered)
+            self.refresh_ends.append(now + self.call(now, answered))
+            self.put(key, int(self.trace.size[row]), now)
+
+    def request(self, row: int) -> None:
+        key, now, window = int(self.trace.key[row]), float(self.trace.time[row]), self.window
+        self.last_row[key] = row
+        self.hot.access(key, now)
+        if self.live(key, now):
+            size, written = self.store[key]
+            self.store.move_to_end(key)
+            if key in self.memory:
+                self.memory.move_to_end(key)
+                window.memory_hits += 1
+                window.latency.append(self.config.memory_latency)
+            else:
+                self.promote(key, size)
+                window.store_hits += 1
+                window.latency.append(self.config.store_latency)
+            window.stale += 1.0 - 0.5 ** ((now - written) / self.config.staleness_half_life)
+            return
+        asked, answered = int(self.trace.input_tokens[row]), int(self.trace.output_tokens[row])
+        window.expirations += key in self.store
+        window.misses += 1
+        window.miss_tokens = (window.miss_tokens[0] + asked, window.miss_tokens[1] + answered)
+        window.latency.append(self.call(now, answered))
+        self.put(key, int(self.trace.size[row]), now)
+
+    def step(self, duration: float) -> ReferenceWindow:
+        begin, until = self.now, self.now + duration
+        while True:
+            due = float(self.trace.time[self.row]) if self.row < len(self.trace) else math.inf
+            while (moment := (self.ticks + 1) * self.config.warmup.period) <= due and moment < until:
+                self.ticks += 1
+                if self.knobs.warmup_ratio > 0:
+                    self.tick(moment)
+            if due >= until:
+                break
+            self.request(self.row)
+            self.row += 1
+        window, self.window, self.now = self.window, ReferenceWindow(), until
+        for call in self.calls:
+            window.running += max(0.0, min(call.finish, until) - max(call.start, begin)) / duration
+            window.waiting += max(0.0, min(call.start, until) - max(call.arrival, begin)) / duration
+        window.resident = sum(size for size, _ in self.store.values())
+        return window
+
+    def quantile(self, window: ReferenceWindow, share: float) -> float:
+        return float(np.quantile(window.latency, share)) if window.latency else math.nan
