@@ -110,7 +110,7 @@ def _page(analysis: Analysis, title: str, note: str, command: str) -> str:
         subtitle=escape(_subtitle(analysis)) + (f"<br>{escape(note)}" if note else ""),
         tone=_TONES.get(analysis.verdict.outcome, "even"),
         verdict=escape(analysis.verdict.outcome),
-        reason=escape(analysis.verdict.reason),
+        reason=escape(analysis.verdict.reason).replace("−", "−&#8288;"),  # no line break between a sign and its number
         basis=escape(analysis.verdict.basis),
         tiles=_tiles(analysis),
         warnings=_list([*analysis.verdict.warnings, *analysis.caveats]),
@@ -261,8 +261,8 @@ def _arms(analysis: Analysis) -> str:
         for arm, colour in ((control, CONTROL), (treatment, TREATMENT))
     )
     body = "".join(
-        f"<tr><th{' class=' + chr(34) + 'sub-row' + chr(34) if nested else ''}>{escape(name)}</th>"
-        f"<td>{show(control)}</td><td>{show(treatment)}</td></tr>"
+        f'<tr><th class="{"sub-row" if nested else "row"}">{escape(name)}</th>'
+        f"<td>{show(control)}</td><td>{show(treatment)}</td><td>{changes.get(name, '')}</td></tr>"
         for name, nested, show in rows
     )
     return f"<table><thead><tr><th></th>{heads}<th>difference</th></tr></thead><tbody>{body}</tbody></table>"

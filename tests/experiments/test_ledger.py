@@ -125,7 +125,7 @@ def test_several_processes_open_a_new_ledger_and_write_to_it_together(url):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     writers = [
         subprocess.Popen([sys.executable, "-c", script, url, arm], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for arm in ("control", "treatment", "third")
+        for arm in ("control", "treatment")
     ]
     try:
         for writer in writers:
@@ -135,7 +135,7 @@ def test_several_processes_open_a_new_ledger_and_write_to_it_together(url):
         for writer in writers:
             writer.kill()
     with Ledger(url) as ledger:
-        for arm in ("control", "treatment", "third"):
+        for arm in ("control", "treatment"):
             assert [record.at for record in ledger.decisions(arm=arm)] == [float(number) for number in range(25)]
 
 

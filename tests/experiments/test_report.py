@@ -1,0 +1,171 @@
+import json
+import re
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from envs.objective import Prices
+from experiments.measure import Method
+from experiments.report import build_report
+from serving.knobs import MIB, Knobs
+from tests.experiments.samples import STATIC, curve, decision, experiment, finite, traffic
+from tests.requirements import program
+
+QUICK = Method(replicates=60)
+BIG = Knobs(64 * MIB, float("inf"), 0.25)
+LOG = traffic(1, memory=(3.0, 60.0))
+DECISIONS = [
+    decision(20.0, applied=BIG, ghost=curve(), refresh_output_tokens=50.0, evictions=3.0),
+    decision(40.0, current=BIG, verdict="hold", ghost=curve()),
+    decision(60.0, current=BIG, verdict="limit", applied=STATIC),
+    *(decision(at, "control", verdict="observe", evictions=1.0) for at in (20.0, 40.0, 60.0)),
+]
+
+
+def report(log=LOG, decisions=DECISIONS, design=None, **how):
+    return build_report(design or experiment(), decisions, log, method=QUICK, **how)
+
+
+def body(page):
+    """The page without its scripts and styles."""
+    return re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
+
+
+def test_the_summary_is_json_and_holds_what_scripts_need():
+    summary = report().summary
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert finite(summary)
+    arm = summary["arms"]["treatment"]
+    assert {
+        "requests",
+        "keys",
+        "effective_keys",
+        "hit_ratio",
+        "p50",
+        "p99",
+        "cost",
+        "cost_terms",
+        "knobs_first",
+        "knobs_last",
+    } <= set(arm)
+    assert set(arm["cost"]) == {"value", "low", "high"}
+    assert arm["cost_terms"]["total"] == pytest.approx(sum(v for k, v in arm["cost_terms"].items() if k != "total"))
+    assert arm["knobs_first"]["cache_size"] == 16 * MIB
+    assert summary["verdict"] == "treatment better"
+    assert summary["difference"]["cost"]["high"] < 0
+    assert "clustered by key" in summary["method"]["in_brief"]
+    assert summary["paired_ghost"]["windows"] == 2
+
+
+def test_the_page_says_what_was_measured_and_how():
+    page = body(report(command="cachepilot experiment report sample").html)
+    for words in (
+        "treatment better",
+        "Effective keys",
+        "from memory",
+        "P99 above",
+        "delta method",
+        "Looking repeatedly is not corrected for",
+        "Chi-square",
+        "a made-up workload",
+        "cachepilot experiment report sample",
+        "64 MiB, no expiry, warm 0.25",
+        "hold: because",
+        "Decisions (6)",
+    ):
+        assert words in page, words
+
+
+def test_equal_inputs_give_equal_pages():
+    assert report().html == report().html
+
+
+def test_other_prices_can_be_tried_on_the_same_experiment():
+    dear = report(prices=Prices(output_mtok=150.0, slo_p99=1.0)).summary["arms"]["control"]["cost_terms"]
+    cheap = report().summary["arms"]["control"]["cost_terms"]
+    assert dear["tokens"] > 50 * cheap["tokens"]
+    assert dear["memory"] == cheap["memory"]
+
+
+def test_text_from_outside_cannot_become_markup():
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    decisions = [decision(20.0, verdict=evil), decision(40.0)]
+    decisions[1] = type(decisions[1])(**{**decisions[1].__dict__, "reason": evil, "policy": evil})
+    page = report(decisions=decisions, title=evil, note=evil, command=evil).html
+    assert "alert(1)</script>" not in page
+    assert "<img" not in body(page)
+    assert page.count("<script>") == page.count("</script>") == 2
+
+
+@pytest.mark.parametrize(
+    ("log", "decisions", "changes", "words"),
+    [
+        (LOG[:0], [], {}, "No requests in the period"),
+        (LOG[:0], [], {"knobs": {}, "started_at": 0.0, "ended_at": None}, "The knobs are not known"),
+        (LOG[LOG["arm"] == "control"], DECISIONS, {}, "Arm treatment served no request"),
+        (LOG, [], {}, "The ledger has no decisions of this experiment"),
+        (LOG, [], {"knobs": {}}, "its knobs are unknown"),
+        (LOG, DECISIONS, {"ended_at": None}, "still running"),
+        (LOG[:1], DECISIONS[:1], {}, "not enough data"),
+        (LOG, [decision(50.0, ghost=None, window=0.0)], {"prices": Prices(time_scale=1660.0)}, "stands for 1,660 s"),
+    ],
+)
+def test_a_partial_experiment_is_reported_as_what_it_is(log, decisions, changes, words):
+    made = report(log, decisions, experiment(**changes))
+    assert words in body(made.html)
+    assert finite(made.summary)
+
+
+def test_refreshes_that_nobody_recorded_are_said_to_be_missing():
+    warm = {"control": STATIC, "treatment": BIG}
+    caveats = report(decisions=[], design=experiment(knobs=warm)).summary["caveats"]
+    assert any("arm treatment's refreshes are not recorded" in caveat for caveat in caveats)
+    assert not any("arm control's refreshes" in caveat for caveat in caveats)
+
+
+def test_a_torn_log_is_mentioned():
+    log = LOG.copy()
+    log.attrs["torn_lines"] = 2
+    assert any("2 last lines" in caveat for caveat in report(log).summary["caveats"])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = program("chromium")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    quiet = ["--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as player:
+        started = player.chromium.launch(executable_path=chromium, args=[*arguments, *quiet])
+        yield started
+        started.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "made", "drawn"),
+    [
+        ("light", lambda: report(), {"hit-ratio", "p99", "cost", "terms", "knobs"}),
+        ("dark", lambda: report(windows=1, decisions=[]), {"hit-ratio", "p99", "cost", "terms", "knobs"}),
+        ("light", lambda: report(LOG[:0], [], experiment(knobs={})), set()),
+    ],
+)
+def test_the_page_draws_itself_without_errors_and_without_the_network(browser, tmp_path, scheme, made, drawn):
+    path = tmp_path / "report.html"
+    path.write_text(made().html, "utf-8")
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 800})
+    problems, requests = [], []
+    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-drawn=true]", timeout=30_000)
+    charts = page.locator(".chart svg.main-svg").evaluate_all(
+        "all => all.map(one => [one.closest('.chart').id, one.clientWidth, one.clientHeight])"
+    )
+    assert {name.removeprefix("chart-") for name, _, _ in charts} == drawn
+    assert all(width > 300 and height > 150 for _, width, height in charts)
+    assert page.locator("#verdict .what").is_visible()
+    assert page.locator("#verdict .what").inner_text().lower() in ("treatment better", "not enough data")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert problems == []
+    page.close()
