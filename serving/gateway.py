@@ -1,7 +1,8 @@
 """The gateway: OpenAI's API over HTTP, answered from the cache or from the model behind it.
 
 A plain ASGI application: it runs under Ray Serve (:mod:`serving.app`) and under uvicorn alike. Every answer says in its headers
-how it came about: ``x-cache`` (HIT, SEMANTIC, MISS, BYPASS), ``x-cache-tier``, ``x-cache-arm``, ``x-cachepilot-version``, ``Age``.
+how it came about: ``x-cache`` (HIT, SEMANTIC, MISS, BYPASS), ``x-cache-tier``, ``x-cache-arm``, ``x-cachepilot-version``, and
+``Age``.
 """
 
 from __future__ import annotations

