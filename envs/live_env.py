@@ -2,8 +2,8 @@
 
 Observations, actions and limits are those of the simulated environment, so what was trained there runs here. There is no second
 cache to compare with: the reference (the optimum of the smoothed ghost curve, which the action is a residual of) is priced by
-the window's own ghost curve, on the very requests that our cost was measured on. The curve knows no warm-up, no hinge on P99 and
-no cost of change, so a policy pays for these alone.
+the window's own ghost curve, on the very requests that our cost was measured on, with the smoothed price of a miss: a window may
+have none. The curve knows no warm-up, no hinge on P99 and no cost of change, so a policy pays for these alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.action import MAX_STEPS, RADIUS, limit_step, residual
-from envs.live_signals import read_signals, window_costs
+from envs.live_signals import read_signals
 from envs.objective import Cost, Prices, price
 from envs.observation import DIM, HIGH, LOW, Observation, ObservationBuilder
 from envs.signals import ArmSignals
-from envs.smoothing import cost_at
+from envs.smoothing import CurveSmoother, cost_at
 from envs.sources import SignalSource, SourceUnavailable
 from serving.config_store import ConfigStore, ConfigStoreUnavailable, DesiredState, VersionConflict
 from serving.knobs import Knobs, KnobSpace
@@ -145,6 +145,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         self.observation_space = gym.spaces.Box(LOW, HIGH, (DIM,), np.float32)
         self.action_space = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
         self._builder = ObservationBuilder(space, prices)
+        self._curves = CurveSmoother(prices, self._builder.smoothing, self._builder.patience)
         self._observation: Observation | None = None
         self._applied: Applied | None = None
         self._steps = 0
@@ -175,6 +176,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         """
         super().reset(seed=seed)
         self._builder.reset()
+        self._curves = CurveSmoother(self._prices, self._builder.smoothing, self._builder.patience)
         self._steps, self._units = 0, []
         state = self._loop.run(self._store.read())
         knobs = self._initial or (state.arms.get(self._arm) if state is not None else None)
@@ -188,6 +190,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         self._applied = self._confirm(state)
         signals, fault = self._observe(knobs)
         self._observation = self._builder.build(signals, knobs)
+        self._predict(signals, knobs)  # takes the window into the smoothed price of a miss
         return self._observation.vector.copy(), self._info(knobs, Cost(*([math.nan] * 7)), math.nan, self._applied.fault or fault)
 
     def step(self, action: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
@@ -214,10 +217,12 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         self._observation = self._builder.build(signals, knobs)
         moved = float(np.linalg.norm(self._space.to_steps(knobs) - self._space.to_steps(current)))
         cost = price(signals.usage(float(knobs.cache_size), moved), self._prices)
-        predicted = reference_cost(signals, reference, self._prices)
+        predicted = self._predict(signals, reference)
         reward = 0.0
         if not (math.isfinite(cost.total) and math.isfinite(predicted)):
-            fault = fault or "the window could not be priced: signals are missing"
+            fault = (
+                fault or "the window could not be priced: it had no requests, or signals are missing, or no miss was ever seen"
+            )
         elif not fault:
             reward = self._reward(cost.total, predicted, signals.requests)
         self._steps += 1
@@ -238,6 +243,14 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         unit = sum(self._units) / len(self._units)
         reward = (predicted - cost) * requests / 1000.0 / unit if unit > 0 else 0.0
         return float(min(max(reward, -REWARD_LIMIT), REWARD_LIMIT))
+
+    def _predict(self, signals: ArmSignals, reference: Knobs) -> float:
+        """Return what ``reference`` would have cost on the window's requests, US dollars per 1,000; NaN where unknown."""
+        self._curves.update(signals)
+        reading = self._curves.read()
+        return (
+            math.nan if reading is None or reading.last_costs is None else cost_at(reading.last_costs, reading.curve, reference)
+        )
 
     def _observe(self, knobs: Knobs) -> tuple[ArmSignals, str]:
         """Wait for an interval to pass and read it; without a source the signals are missing, not old."""
@@ -313,12 +326,6 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
             "expected": self._applied.expected,
             "fault": fault,
         }
-
-
-def reference_cost(signals: ArmSignals, reference: Knobs, prices: Prices) -> float:
-    """Return what ``reference`` would have cost on the window's requests, US dollars per 1,000; NaN without a curve."""
-    reading = window_costs(signals, prices)
-    return math.nan if reading is None else cost_at(reading.costs, reading.curve, reference)
 
 
 class _LoopThread:

@@ -27,6 +27,7 @@ class CurveReading:
         best: That setting, ``warmup_ratio`` 0.
         best_cost: Its cost.
         last: The cheapest setting of the newest window alone; None if that window had no curve.
+        last_costs: Predicted cost of each setting in the newest window alone, at the smoothed price of a miss; likewise.
     """
 
     curve: GhostCurve
@@ -35,6 +36,7 @@ class CurveReading:
     best: Knobs
     best_cost: float
     last: Knobs | None
+    last_costs: npt.NDArray[np.float64] | None = None
 
 
 class CurveSmoother:
@@ -109,11 +111,11 @@ class CurveSmoother:
         if costs is None:
             return None
         index = _cheapest(costs)
-        last = None
+        last = newest = None
         if self._newest is not None:
             newest = self._price(self._newest, self._window)
             last = None if newest is None else _setting(self._newest, _cheapest(newest))
-        return CurveReading(curve, costs, index, _setting(curve, index), float(costs[index]), last)
+        return CurveReading(curve, costs, index, _setting(curve, index), float(costs[index]), last, newest)
 
     def _price(self, curve: GhostCurve, duration: float) -> npt.NDArray[np.float64] | None:
         sums = self._sums

@@ -14,14 +14,15 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import envs  # noqa: F401 - registers the environments
-from envs.live_env import CacheTuningLiveEnv, reference_cost
-from envs.objective import Prices
+from envs.live_env import CacheTuningLiveEnv
+from envs.objective import Prices, grid_cost
 from envs.scrape_source import ScrapeSource
+from envs.smoothing import cost_at
 from envs.sources import SourceUnavailable
 from serving.config_store import DesiredState
 from serving.knobs import Knobs, KnobSpace
 from serving.redis_config_store import RedisConfigStore
-from tests.envs.live_gateway import LiveGateway
+from tests.envs.live_gateway import HIT_LATENCY, INPUT_TOKENS, MISS_LATENCY, OUTPUT_TOKENS, LiveGateway
 
 SPACE = KnobSpace(min_size=8_000, max_size=512_000, min_ttl=30.0, max_ttl=3000.0, size_steps=7, ttl_steps=3)
 PRICES = Prices(memory_gib_hour=20.0, time_scale=2000.0)
@@ -39,6 +40,7 @@ class Stage:
         self.url, self.namespace = url, namespace
         self.gateway = LiveGateway(SPACE, "treatment", RedisConfigStore(url, namespace))
         self.requests = 300
+        self.keys = 400
         self.watching = True
         self.source: ScrapeSource
         self.made: list[gym.Env[Any, Any]] = []
@@ -54,7 +56,7 @@ class Stage:
             self.gateway.now += seconds
             return
         for _ in range(SCRAPES):
-            self.gateway.run(seconds / SCRAPES, self.requests // SCRAPES)
+            self.gateway.run(seconds / SCRAPES, self.requests // SCRAPES, keys=self.keys)
             with contextlib.suppress(SourceUnavailable):
                 self.source.refresh()
 
@@ -140,14 +142,39 @@ def test_a_step_puts_the_knobs_in_force_and_measures_what_they_do(stage: Stage) 
 def test_the_reference_is_priced_on_the_windows_own_requests(stage: Stage) -> None:
     env = stage.make()
     env.reset(seed=1)
-    anchor = env.unwrapped.observation.anchor  # type: ignore[attr-defined]
-    assert anchor is not None
-    _, _, _, _, info = env.step(HOLD)
-    assert info["reference_knobs"] == anchor.to_dict()
-    signals = env.unwrapped.observation.signals  # type: ignore[attr-defined]
-    assert info["reference_cost"]["total"] == pytest.approx(reference_cost(signals, anchor, PRICES))
-    costs = [reference_cost(signals, Knobs(int(size), 300.0), PRICES) for size in SPACE.sizes]
-    assert len({round(cost, 9) for cost in costs}) > 3
+    live = env.unwrapped
+    assert isinstance(live, CacheTuningLiveEnv)
+    for _ in range(3):
+        anchor = live.observation.anchor
+        assert anchor is not None
+        _, _, _, _, info = env.step(HOLD)
+        assert info["reference_knobs"] == anchor.to_dict()
+        ghost = live.observation.signals.ghost
+        assert ghost is not None
+        costs = grid_cost(
+            ghost.hits,
+            ghost.stale_hits,
+            SPACE.sizes,
+            requests=ghost.requests,
+            duration=INTERVAL,
+            input_tokens_per_miss=INPUT_TOKENS,
+            output_tokens_per_miss=OUTPUT_TOKENS,
+            miss_latency=MISS_LATENCY,
+            hit_latency=HIT_LATENCY,
+            prices=PRICES,
+        )
+        assert info["reference_cost"]["total"] == pytest.approx(cost_at(costs, ghost, anchor), rel=1 / SCRAPES)
+
+
+def test_a_window_of_hits_alone_is_priced_by_the_misses_of_earlier_ones(stage: Stage) -> None:
+    env = stage.make(initial=Knobs(SPACE.max_size, SPACE.max_ttl))
+    env.reset(seed=1)
+    stage.keys = 1
+    for _ in range(3):
+        _, _, _, _, info = env.step(np.array([1.0, 1.0, 0.0], np.float32))
+    assert info["hit_ratio"] == 1.0
+    assert info["fault"] == ""
+    assert info["reference_cost"]["total"] > 0
 
 
 def test_a_cache_at_the_reference_is_paid_about_nothing_and_one_far_from_it_loses(stage: Stage) -> None:
