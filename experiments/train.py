@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from agents import artifact
@@ -130,7 +130,7 @@ def train(settings: TrainSettings, *, console: Console | None = None, command: s
             make_env,
             settings.ppo,
             seed=settings.seed,
-            progress=lambda steps, reward: progress.update(task, completed=steps, note=f"reward {reward:+.4f}"),
+            progress=lambda steps, reward: _advance(progress, task, steps, settings.ppo.total_steps, f"reward {reward:+.4f}"),
         )
     seconds = time.monotonic() - started
 
@@ -249,6 +249,14 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f}"), TimeElapsedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, transient=True,
     )  # fmt: skip
+
+
+def _advance(progress: Progress, task: TaskID, steps: int, total: int, note: str) -> None:
+    """Move the bar; where there is no terminal to draw one on, say so every tenth of the way."""
+    before = progress.tasks[task].completed
+    progress.update(task, completed=steps, note=note)
+    if not progress.console.is_terminal and steps * 10 // total > before * 10 // total:
+        progress.console.print(f"training: {steps:,} of {total:,} steps, {note}")
 
 
 def main(arguments: Sequence[str] | None = None, *, run: Callable[..., Path] = train) -> int:
