@@ -185,6 +185,7 @@ def start(
         RuntimeError: If Ray runs already in this process, or the gateway did not come up.
     """
     host, port = settings.host, _claim_port(settings.host, settings.port)
+    metrics_port = _claim_port("0.0.0.0", settings.metrics_port)
     with contextlib.ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="cp-", dir=_short_temporary()))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -208,7 +209,7 @@ def start(
             logging_level=logging.ERROR,
             object_store_memory=80 << 20,
             _temp_dir=str(scratch / "ray"),
-            _metrics_export_port=settings.metrics_port or _free_port(),
+            _metrics_export_port=metrics_port,
             _system_config={"metrics_report_interval_ms": int(metrics_interval * 1000)},
         )
         stack.callback(_shutdown_serve)

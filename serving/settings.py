@@ -209,6 +209,7 @@ class GatewaySettings(Settings):
         replicas: Gateway replicas.
         host: Address the ingress listens on.
         port: Its port; 0 takes a free one.
+        metrics_port: Port on which the node exports metrics, where Ray is started for the gateway alone; 0 takes a free one.
         access_log: Folder of the access log; null for none.
         flush_interval: Seconds between two flushes of metrics and access log.
         max_request_bytes: Largest request body that is accepted.
@@ -227,6 +228,7 @@ class GatewaySettings(Settings):
     replicas: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"
     port: Port = 8000
+    metrics_port: Port = 8002
     access_log: Path | None = None
     flush_interval: Seconds = 1.0
     max_request_bytes: Annotated[int, Field(gt=0)] = 10 * MIB

@@ -24,6 +24,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
                 "redis_url": redis_server.url,
                 "replicas": 2,
                 "port": 0,
+                "metrics_port": 0,
                 "arms": {
                     name: {"share": 0.5, "knobs": {"cache_size": 1 << 20, "ttl": 600.0}} for name in ("control", "treatment")
                 },

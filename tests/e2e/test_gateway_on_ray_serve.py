@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -81,15 +81,16 @@ async def test_the_nodes_metrics_port_counts_what_the_access_log_tells(stack: St
         stack.ask(question)
 
     def told() -> dict[tuple[str, str], int]:
-        return dict(Counter((record.arm, record.outcome) for record in _records(stack)))
+        return dict(Counter((record.arm, str(record.outcome)) for record in _records(stack)))
 
     def counted(metric: str) -> dict[tuple[str, str], float]:
-        sums: Counter[tuple[str, str]] = Counter()
+        sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         for labels, value in _series(stack, metric):
             sums[labels["arm"], labels["outcome"]] += value
         return {pair: value for pair, value in sums.items() if value}
 
     arm = stack.arm_of(question)
+    await until(lambda: _asked(stack, [question]) == 4, "the access log")
     await until(lambda: counted("ray_cachepilot_requests_total") == told(), "the counters to catch up with the log")
     assert told()[arm, "hit"] >= 3
     assert told()[arm, "miss"] >= 1
@@ -126,13 +127,14 @@ async def test_the_ghosts_of_two_replicas_count_each_request_once(stack: Stack) 
         keys = [record.key for record in _records(stack) if record.arm == "control" and record.size > 0]
         return len(keys), len(keys) - len(set(keys))  # the largest cache would have missed the first of each only
 
+    await until(lambda: _asked(stack, questions) == 24, "the access log")
     await until(lambda: predicted() == pytest.approx(answered()), "the ghost to see what was answered")
     assert answered()[1] >= 18
 
 
 async def test_every_request_leaves_one_line_without_its_text(stack: Stack) -> None:
     question = stack.question()
-    key = key64(fingerprint(chat(question), namespace=stack.settings.namespace).key)
+    key = _key(stack, question)
     for _ in range(3):
         stack.ask(question)
 
@@ -182,6 +184,16 @@ def test_a_port_in_use_is_named(stack: Stack) -> None:
 
 def _records(stack: Stack) -> list[AccessRecord]:
     return [record for file in sorted(stack.access_log.glob("access-*.jsonl")) for record in read_records(file)]
+
+
+def _key(stack: Stack, question: str) -> int:
+    return key64(fingerprint(chat(question), namespace=stack.settings.namespace).key)
+
+
+def _asked(stack: Stack, questions: list[str]) -> int:
+    """How many requests for these questions the access log has."""
+    keys = {_key(stack, question) for question in questions}
+    return sum(record.key in keys for record in _records(stack))
 
 
 def _series(stack: Stack, metric: str) -> list[tuple[dict[str, str], float]]:
