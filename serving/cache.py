@@ -93,6 +93,7 @@ class TieredCache:
         self._knobs: dict[str, Knobs] = {}
         self._owed: set[str] = set()  # arms whose budget the store has not taken yet
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
+        self._waiting = False  # for a store that is away; said once
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._resizing = asyncio.Lock()
@@ -361,10 +362,13 @@ class TieredCache:
                 try:
                     await self.store.resize(arm, budget)
                 except TierUnavailable as error:
-                    _log.warning("budget of arm %s will be set when the store is back: %s", arm, error)
+                    if not self._waiting:
+                        _log.warning("budgets will be set when the store is back: %s", error)
+                    self._waiting = True
                     return
                 if self._knobs[arm].cache_size == budget:
                     self._owed.discard(arm)
+            self._waiting = False
 
     async def _maintain(self, store: Tier) -> None:
         """Catch up with what the store missed: budgets, and the vectors that other replicas wrote."""

@@ -83,7 +83,8 @@ class RedisConfigStore:
         self._report_ttl = report_ttl
         self._poll = poll
         self._deadline = deadline
-        self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 1))
+        # No socket_timeout: redis-py would send inside asyncio.wait_for, which before Python 3.12 may swallow a cancellation.
+        self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 1), socket_timeout=None)
         self._write = self._redis.register_script(_WRITE)
         self._report = self._redis.register_script(_REPORT)
         self._list = self._redis.register_script(_APPLIED)

@@ -98,13 +98,17 @@ class RedisTier:
         self._breaker = CircuitBreaker(failures, cooldown)
         self._sender = os.urandom(_SENDER_BYTES)
         # One retry, at once: a connection of the pool may have died with the last server.
-        retry = Retry(NoBackoff(), 1)
+        # No socket_timeout: redis-py would send inside asyncio.wait_for, which before Python 3.12 may swallow a cancellation; the
+        # deadlines here bound every call instead, and keep-alive finds a dead peer of the feed.
+        options: dict[str, Any] = {"socket_timeout": None, "retry": Retry(NoBackoff(), 1)}
+        if not url.startswith("unix"):
+            options["socket_keepalive"] = True
         self._redis = Redis(
             connection_pool=BlockingConnectionPool.from_url(
-                url, max_connections=max_connections, timeout=write_deadline, retry=retry
+                url, max_connections=max_connections, timeout=write_deadline, **options
             )
         )
-        self._feed = Redis.from_url(url, socket_keepalive=True) if not url.startswith("unix") else Redis.from_url(url)
+        self._feed = Redis.from_url(url, **options)
         register = self._redis.register_script
         self._get = register(scripts.GET)
         self._put = register(scripts.PUT)
@@ -114,6 +118,7 @@ class RedisTier:
         self._flush = register(scripts.FLUSH)
         self._heads = register(scripts.HEADS)
         self._recent = register(scripts.RECENT)
+        self._names: dict[str, tuple[str, str, str]] = {}
         self._budgets: dict[str, int] = {}
         self._evictions: dict[str, int] = {}
         self._touches: dict[str, dict[bytes, None]] = {}
@@ -269,8 +274,11 @@ class RedisTier:
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     def _keys(self, arm: str) -> tuple[str, str, str]:
-        base = f"cachepilot:{{{self.namespace}:{arm}}}"
-        return f"{base}:entries", f"{base}:order", f"{base}:state"
+        keys = self._names.get(arm)
+        if keys is None:
+            base = f"cachepilot:{{{self.namespace}:{check_name('redis tier: arm', arm)}}}"
+            keys = self._names[arm] = (f"{base}:entries", f"{base}:order", f"{base}:state")
+        return keys
 
     async def _run(self, script: Any, arm: str, *args: bytes | int, deadline: float | None = None) -> Any:
         """Run a script on the arm, touches first."""

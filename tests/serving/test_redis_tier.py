@@ -1,0 +1,284 @@
+"""What is particular to the Redis tier: its failures, its change feed, its accounting when Redis does not play along."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from serving.redis_server import RedisServer
+from serving.tiers.base import Change, SharedTier, TierUnavailable
+from serving.tiers.codec import pack
+from serving.tiers.redis import RedisTier
+from tests.serving.entries import CONTEXT, entry, int8, key, unit
+from tests.waiting import until
+
+
+@pytest.fixture
+async def tier(redis_url: str, namespace: str) -> AsyncIterator[RedisTier]:
+    opened = RedisTier(redis_url, namespace, read_deadline=5, write_deadline=5)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def other(redis_url: str, namespace: str) -> AsyncIterator[RedisTier]:
+    opened = RedisTier(redis_url, namespace, read_deadline=5, write_deadline=5)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def raw(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def following(tier: RedisTier) -> AsyncIterator[list[Change]]:
+    """Collects the changes that a client is told, from when it is connected."""
+    seen: list[Change] = []
+
+    async def collect() -> None:
+        async for change in tier.changes():
+            seen.append(change)  # noqa: PERF401 (never ends)
+
+    task = asyncio.create_task(collect())
+    try:
+        await until(lambda: seen == [Change("gap")], "the feed to be connected")
+        seen.clear()
+        yield seen
+        assert not task.done(), "the feed never ends"
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_it_is_shared(tier: RedisTier) -> None:
+    assert isinstance(tier, SharedTier)
+
+
+async def test_touches_are_sent_by_themselves_after_a_while(redis_url: str, namespace: str, other: RedisTier, raw: Redis) -> None:
+    tier = RedisTier(redis_url, namespace, touch_interval=0.001, write_deadline=5)
+    await tier.resize("a", 2000)
+    for number in (1, 2):
+        await tier.put("a", entry(number))
+    tier.touch_soon("a", key(1))
+    order = f"cachepilot:{{{namespace}:a}}:order"
+
+    async def touched() -> bool:
+        return bool((await raw.zrange(order, 0, -1)) == [key(2), key(1)])
+
+    await until(touched, "the touch to arrive")
+    assert await other.put("a", entry(3)) == 1
+    assert await other.written_at("a", [key(1), key(2)]) == [0.0, None]
+    await tier.close()
+
+
+async def test_closing_sends_the_last_touches(redis_url: str, namespace: str, other: RedisTier) -> None:
+    tier = RedisTier(redis_url, namespace, touch_interval=3600, write_deadline=5)
+    await tier.resize("a", 2000)
+    for number in (1, 2):
+        await tier.put("a", entry(number))
+    tier.touch_soon("a", key(1))
+    await tier.close()
+    await other.put("a", entry(3))
+    assert await other.written_at("a", [key(1), key(2)]) == [0.0, None]
+
+
+async def test_other_clients_are_told_what_was_put_evicted_deleted_and_flushed(tier: RedisTier, other: RedisTier) -> None:
+    vector = int8(unit(1))
+    async with following(other) as told, following(tier) as own:
+        await tier.resize("a", 2000)
+        await tier.put("a", entry(1))  # new and without a vector: nobody needs to know
+        await tier.put("a", entry(2, vector=vector))
+        await tier.put("a", entry(1))  # an overwrite: other replicas may hold the old answer in memory
+        await tier.put("a", entry(3))
+        await tier.delete("a", key(1))
+        await tier.resize("a", 0)
+        await tier.resize("a", 2000)
+        await tier.put("a", entry(4))
+        await tier.put("a", entry(4, size=2001))  # does not fit: the old answer is gone
+        await tier.flush("b")
+        expected = [
+            Change("put", "a", (key(2),), CONTEXT, vector),
+            Change("put", "a", (key(1),)),
+            Change("evict", "a", (key(2),)),
+            Change("evict", "a", (key(1),)),
+            Change("evict", "a", (key(3),)),
+            Change("evict", "a", (key(4),)),
+            Change("flush", "b"),
+        ]
+        await until(lambda: len(told) >= len(expected), "every change to arrive")
+        assert told == expected
+        await other.flush("a")
+        await until(lambda: len(own) > 0, "the other client's change")
+        assert own == [Change("flush", "a")], "a client is not told what it did itself"
+
+
+async def test_following_can_be_given_up_at_any_moment(redis_url: str, namespace: str) -> None:
+    """Between Python 3.11 and redis-py a cancellation may get lost: closing a cache would then never end."""
+
+    async def follow(tier: RedisTier) -> None:
+        async for _ in tier.changes():
+            pass
+
+    for moment in range(30):
+        tier = RedisTier(redis_url, namespace)
+        task = asyncio.create_task(follow(tier))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        task.cancel()
+        await until(task.done, f"the feed cancelled at step {moment} to end", seconds=5)
+        await tier.close()
+
+
+async def test_the_vectors_of_the_most_recently_used_entries_can_be_read_back(tier: RedisTier, other: RedisTier) -> None:
+    await tier.resize("a", 10_000_000)
+    for number in range(600):
+        await tier.put("a", entry(number, vector=int8(unit(number)) if number % 2 else b""))
+    found = await other.recent_vectors("a", 1000)
+    assert found == [(key(number), CONTEXT, int8(unit(number))) for number in range(599, 0, -2)]
+    assert [name for name, _, _ in await other.recent_vectors("a", 300)] == [key(number) for number in range(599, 299, -2)]
+    assert await other.recent_vectors("b", 1000) == []
+
+
+async def test_an_entry_of_an_unknown_version_is_a_miss_but_keeps_paying_for_its_room(
+    tier: RedisTier, raw: Redis, namespace: str
+) -> None:
+    await tier.resize("a", 3000)
+    for number in (1, 2, 3):
+        await tier.put("a", entry(number))
+    await raw.hset(f"cachepilot:{{{namespace}:a}}:entries", key(1), b"\x63" + pack(entry(1))[1:])  # type: ignore[arg-type]
+    assert await tier.get("a", key(1), touch=False) is None
+    assert await tier.written_at("a", [key(1), key(2)]) == [None, 0.0]
+    assert await tier.recent_vectors("a", 10) == []
+    assert await tier.put("a", entry(4)) == 1
+    assert (await tier.stats("a")).bytes == 3000
+
+
+async def test_an_unused_arm_is_garbage_as_a_whole_no_entry_by_itself(tier: RedisTier, raw: Redis, namespace: str) -> None:
+    await tier.resize("a", 3000)
+    await tier.put("a", entry(1))
+    remaining = [await raw.ttl(f"cachepilot:{{{namespace}:a}}:{part}") for part in ("entries", "order", "state")]
+    assert len(set(remaining)) == 1
+    assert 6 * 86_400 < remaining[0] <= 7 * 86_400
+
+
+@pytest.mark.parametrize("lost", ["entries", "order", "state"])
+async def test_should_redis_drop_a_part_the_budget_still_holds(tier: RedisTier, raw: Redis, namespace: str, lost: str) -> None:
+    await tier.resize("a", 5000)
+    for number in range(5):
+        await tier.put("a", entry(number))
+    await raw.delete(f"cachepilot:{{{namespace}:a}}:{lost}")
+    for number in range(10, 30):
+        await tier.put("a", entry(number))
+    stored = await raw.hvals(f"cachepilot:{{{namespace}:a}}:entries")
+    stats = await tier.stats("a")
+    assert sum(len(one) for one in stored) == stats.bytes == 5000
+    assert (stats.entries, stats.budget) == (5, 5000)
+    assert await tier.written_at("a", [key(number) for number in range(25, 30)]) == [0.0] * 5
+
+
+async def test_budgets_survive_a_redis_that_loses_its_data_and_its_scripts(tmp_path: Path, namespace: str) -> None:
+    with RedisServer(tmp_path) as server:
+        tier = RedisTier(server.url, namespace, failures=1_000, read_deadline=5, write_deadline=5)
+        await tier.resize("a", 2000)
+        await tier.put("a", entry(1))
+        async with following(tier) as told:
+            server.__exit__(None, None, None)
+            with pytest.raises(TierUnavailable, match=r"no answer from unix://.*redis\.sock"):
+                await tier.get("a", key(1))
+            with RedisServer(tmp_path):
+                assert await tier.get("a", key(1)) is None
+                assert [await tier.put("a", entry(number)) for number in (1, 2, 3)] == [0, 0, 1]
+                assert (await tier.stats("a")).budget == 2000
+                await until(lambda: told == [Change("gap")], "the feed to say that it may have missed something")
+        await tier.close()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_redis_that_is_away_is_not_asked_again_until_the_cooldown_is_over(tmp_path: Path, namespace: str) -> None:
+    clock = Clock()
+    tier = RedisTier(
+        f"unix://{tmp_path}/redis.sock", namespace, failures=2, cooldown=10.0, read_deadline=5, write_deadline=5, clock=clock
+    )
+    for _ in range(2):
+        with pytest.raises(TierUnavailable, match="no answer"):
+            await tier.get("a", key(1))
+    with RedisServer(tmp_path):
+        with pytest.raises(TierUnavailable, match="is not asked for a moment"):
+            await tier.get("a", key(1))
+        tier.touch_soon("a", key(1))  # is lost without a sound
+        clock.now = 10.0
+        assert await tier.get("a", key(1)) is None
+        assert await tier.resize("a", 1000) == 0
+    await tier.close()
+
+
+async def test_a_frozen_redis_costs_a_deadline_and_heals(tmp_path: Path, namespace: str) -> None:
+    with RedisServer(tmp_path) as server:
+        tier = RedisTier(server.url, namespace, failures=1_000, read_deadline=0.02, write_deadline=5)
+        await tier.resize("a", 2000)
+        await tier.put("a", entry(1))
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TierUnavailable, match=r"within 0\.02 s"):
+                await tier.get("a", key(1))
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert await tier.put("a", entry(2)) == 0
+
+        async def answered() -> bool:
+            with contextlib.suppress(TierUnavailable):
+                return await tier.get("a", key(1)) == entry(1)
+            return False
+
+        await until(answered, "an answer; never one that belongs to the call that was given up")
+        assert await tier.written_at("a", [key(1), key(2)]) == [0.0, 0.0]
+        await tier.close()
+
+
+async def test_a_refusal_is_unavailable_but_does_not_open_the_breaker(tier: RedisTier, raw: Redis, namespace: str) -> None:
+    await tier.resize("a", 1000)
+    await raw.set(f"cachepilot:{{{namespace}:a}}:entries", "not a hash")
+    for _ in range(10):
+        with pytest.raises(TierUnavailable, match=r"refused: .*WRONGTYPE"):
+            await tier.get("a", key(1))
+    assert await tier.get("b", key(1)) is None
+
+
+async def test_many_calls_at_once_are_all_answered(redis_url: str, namespace: str) -> None:
+    tier = RedisTier(redis_url, namespace, max_connections=3, read_deadline=10, write_deadline=10)
+    await tier.resize("a", 100_000)
+    evicted = await asyncio.gather(*(tier.put("a", entry(number)) for number in range(300)))
+    found = await asyncio.gather(*(tier.get("a", key(number)) for number in range(300)))
+    assert sum(evicted) == 200
+    assert sum(one is not None for one in found) == 100
+    await tier.close()
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a}", "a*", "a b"])
+async def test_names_that_do_not_fit_into_keys_are_refused(tier: RedisTier, name: str) -> None:
+    with pytest.raises(ValueError, match="namespace: expected 1 to 64 letters"):
+        RedisTier("redis://127.0.0.1:1", name)
+    with pytest.raises(ValueError, match="arm: expected 1 to 64 letters"):
+        await tier.get(name, key(1))
+
+
+def test_a_url_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="redis://"):
+        RedisTier("http://127.0.0.1")

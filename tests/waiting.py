@@ -1,0 +1,18 @@
+"""Waiting for what happens elsewhere, with a deadline instead of a sleep of a guessed length."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = 20.0) -> None:
+    """Return as soon as the condition holds; fail naming it when it does not within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        held = condition()
+        if held if isinstance(held, bool) else await held:
+            return
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for: {what}"
+        await asyncio.sleep(0.005)
