@@ -117,6 +117,7 @@ def analyse(
     *,
     method: Method | None = None,
     windows: int = 24,
+    caveats: Sequence[str] = (),
 ) -> Analysis:
     """Compute everything that a report shows.
 
@@ -126,6 +127,7 @@ def analyse(
         log: The access log (:func:`experiments.access.read_access_log`); the same.
         method: How intervals are computed.
         windows: Number of windows over time, unless the tuner's intervals are about as many.
+        caveats: More that a reader has to know.
 
     Returns:
         The analysis. Parts that are missing (an arm without requests, no decisions) are said to be missing, not refused.
@@ -165,7 +167,7 @@ def analyse(
             sources[experiment.treatment], sources[experiment.control], treatment, start=start, end=end, prices=prices
         ),
         method=method,
-        caveats=_caveats(experiment, log, sources, overall),
+        caveats=(*_caveats(experiment, log, sources, overall), *caveats),
     )
 
 

@@ -13,10 +13,10 @@ from plotly.subplots import make_subplots
 from experiments.analysis import Analysis
 from experiments.measure import ArmFigures
 from experiments.records import DecisionRecord
+from experiments.report_text import size_unit
 from experiments.stats import Interval
 from experiments.timeline import KnobTimeline
 from experiments.verdict import seconds, usd
-from serving.knobs import MIB
 
 CONTROL, TREATMENT = "#8492a6", "#2f80ed"
 VERDICTS = {"apply": "#27a55f", "limit": "#e5a00d", "hold": "#e5484d", "keep": "#9aa5b1", "observe": "#c0c8d0"}
@@ -215,13 +215,17 @@ def _knobs(analysis: Analysis, clock: Clock) -> go.Figure:
         row_heights=[0.34, 0.28, 0.24, 0.14],
     )
     arms = [arm for arm in analysis.experiment.arms if analysis.sources[arm].timeline.known]
+    sizes = [knobs.cache_size for arm in arms for knobs in analysis.sources[arm].timeline.knobs]
+    unit, unit_name = size_unit(max(sizes, default=1))
+    warmest = 0.0
     for arm in arms:
         timeline = analysis.sources[arm].timeline
         times = _steps(timeline, analysis.start, analysis.end)
         settings = [timeline.at(when) for when in times]
         known = [item for item in settings if item is not None]
+        warmest = max([warmest, *(item.warmup_ratio for item in known)])
         rows: tuple[list[float | None], ...] = (
-            [item.cache_size / MIB for item in known],
+            [item.cache_size / unit for item in known],
             [item.ttl if math.isfinite(item.ttl) else None for item in known],
             [item.warmup_ratio for item in known],
         )
@@ -236,7 +240,7 @@ def _knobs(analysis: Analysis, clock: Clock) -> go.Figure:
                 showlegend=row == 1,
                 mode="lines",
                 line={"color": _colour(analysis, arm), "width": 2, "shape": "hv", "dash": "solid"},
-                hovertemplate=("%{y:.4g} MiB", "%{y:.4g} s", "%{y:.2f}")[row - 1],
+                hovertemplate=(f"%{{y:.4g}} {unit_name}", "%{y:.4g} s", "%{y:.2f}")[row - 1],
             )
     for verdict, records in _by_verdict(analysis).items():
         figure.add_scatter(
@@ -252,10 +256,10 @@ def _knobs(analysis: Analysis, clock: Clock) -> go.Figure:
         )
     _layout(figure, 640)
     figure.update_layout(hoversubplots="axis", legend={"y": 1.01})
-    for row, title in ((1, "cache size, MiB"), (2, "ttl, seconds")):
+    for row, title in ((1, f"cache size, {unit_name}"), (2, "ttl, seconds")):
         shown = [value for trace in figure.data if trace.yaxis == ("y", "y2")[row - 1] for value in trace.y if value]
         figure.update_yaxes(title=title, type="log", row=row, col=1, **_log_axis(shown))
-    figure.update_yaxes(title="warm-up ratio", rangemode="tozero", row=3, col=1)
+    figure.update_yaxes(title="warm-up ratio", range=[0.0, max(0.1, 1.1 * warmest)], row=3, col=1)
     figure.update_yaxes(title="guard", type="category", row=4, col=1)
     figure.update_xaxes(range=_x_range(analysis, clock))
     figure.update_xaxes(title=f"{clock.name} since the start", row=4, col=1)

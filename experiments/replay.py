@@ -83,6 +83,16 @@ class ReplayResult:
         status = self.requests["status"].to_numpy()
         return int(np.sum((status < 200) | (status >= 300)))
 
+    def caveat(self) -> str:
+        """Say what makes latencies less than they should be, or ``""``: users that come late do not wait in queues."""
+        late = self.late / max(len(self.requests), 1)
+        if late <= 0.01:
+            return ""
+        return (
+            f"The load generator sent {late:.1%} of the requests late, the latest by {self.worst_lateness:.1f} s (the window of "
+            f"requests under way was full for {self.full:,}): latencies are those of a lighter load than the trace's."
+        )
+
     def summary(self) -> dict[str, float | int | bool | dict[str, int]]:
         """Return the counts, JSON-ready."""
         outcomes = self.requests["cache"].value_counts()

@@ -55,6 +55,7 @@ def build_report(
     title: str = "",
     note: str = "",
     command: str = "",
+    caveats: Sequence[str] = (),
     method: Method | None = None,
     windows: int = 24,
 ) -> Report:
@@ -68,6 +69,7 @@ def build_report(
         title: Heading; made from the experiment's name if empty.
         note: What a reader has to know of the workload; the experiment's own if empty.
         command: The command that makes the report again.
+        caveats: More that a reader has to know, for instance that the load generator was late.
         method: How intervals are computed.
         windows: Number of windows over time.
 
@@ -76,7 +78,7 @@ def build_report(
     """
     if prices is not None:
         experiment = experiment.changed(prices=prices)
-    analysis = analyse(experiment, decisions, log, method=method, windows=windows)
+    analysis = analyse(experiment, decisions, log, method=method, windows=windows, caveats=caveats)
     summary = analysis.summary()
     page = _page(analysis, title or f"Experiment {experiment.name}", note or experiment.note, command)
     return Report(page, summary)
@@ -148,6 +150,8 @@ def _hint(analysis: Analysis, name: str) -> str:
         count = len(analysis.series[analysis.experiment.control])
         windows = "the intervals of the tuner" if analysis.by_interval else f"window, {count} in all"
         text = f"By {windows}; bands are {analysis.method.confidence:.0%} intervals clustered by key."
+        if name == "p99":
+            text += " In a window of fewer than 100 requests P99 is its slowest request."
         return f'<p class="hint">{text}</p>'
     if name == "knobs":
         return '<p class="hint">Squares: what the guard said of each proposal; point at one for its reason.</p>'
@@ -278,7 +282,9 @@ def _tier(tier: str, arm: ArmFigures) -> str:
 
 def _term(term: str, arm: ArmFigures) -> str:
     value = getattr(arm.terms, term)
-    return escape(usd(value)) if math.isfinite(value) else "–"
+    if not math.isfinite(value):
+        return "–"
+    return escape("<$0.0001" if 0 < value < 0.0001 else usd(value))
 
 
 def _knobs_cell(analysis: Analysis, arm: ArmFigures, place: int) -> str:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 from html import escape
+from typing import TYPE_CHECKING
 
-from experiments.analysis import Analysis
 from serving.knobs import MIB, Knobs
+
+if TYPE_CHECKING:
+    from experiments.analysis import Analysis
 
 
 def knobs_text(knobs: Knobs) -> str:
     """Return knobs in readable units."""
-    size = knobs.cache_size / MIB
-    return f"{size:,.3g} MiB, {_ttl(knobs.ttl)}, warm {knobs.warmup_ratio:.2f}"
+    unit, name = size_unit(knobs.cache_size)
+    return f"{knobs.cache_size / unit:.4g} {name}, {_ttl(knobs.ttl)}, warm {knobs.warmup_ratio:.2f}"
+
+
+def size_unit(size: float) -> tuple[int, str]:
+    """Return the unit in which a size is best read: its bytes and its name."""
+    for unit, name in ((MIB << 10, "GiB"), (MIB, "MiB")):
+        if size >= unit:
+            return unit, name
+    return MIB >> 10, "KiB"
 
 
 def _ttl(ttl: float) -> str:

@@ -113,6 +113,8 @@ async def test_the_window_of_requests_under_way_is_bounded_and_a_full_one_is_rep
     assert result.full >= 1
     assert result.late >= result.full
     assert result.worst_lateness > 0
+    assert "sent" in result.caveat()
+    assert f"full for {result.full}" in result.caveat()
 
 
 async def test_failures_are_recorded_and_do_not_end_the_replay(served):

@@ -7,6 +7,7 @@ from playwright.sync_api import sync_playwright
 from envs.objective import Prices
 from experiments.measure import Method
 from experiments.report import build_report
+from experiments.report_text import knobs_text
 from serving.knobs import MIB, Knobs
 from tests.experiments.samples import STATIC, curve, decision, experiment, finite, traffic
 from tests.requirements import program
@@ -121,6 +122,26 @@ def test_refreshes_that_nobody_recorded_are_said_to_be_missing():
     caveats = report(decisions=[], design=experiment(knobs=warm)).summary["caveats"]
     assert any("arm treatment's refreshes are not recorded" in caveat for caveat in caveats)
     assert not any("arm control's refreshes" in caveat for caveat in caveats)
+
+
+@pytest.mark.parametrize(
+    ("size", "ttl", "words"),
+    [
+        (16 << 10, 5.234, "16 KiB, 5.23 s"),
+        (64 * MIB, 360.0, "64 MiB, 6 min"),
+        (3 << 30, 7200.0, "3 GiB, 2 h"),
+        (1, float("inf"), "0.0009766 KiB, no expiry"),
+        (MIB, 172_800.0, "1 MiB, 2 d"),
+    ],
+)
+def test_knobs_are_shown_in_readable_units(size, ttl, words):
+    assert knobs_text(Knobs(size, ttl)) == f"{words}, warm 0.00"
+
+
+def test_more_caveats_can_be_given():
+    made = report(caveats=["the generator was <late>"])
+    assert "the generator was &lt;late&gt;" in made.html
+    assert made.summary["caveats"][-1] == "the generator was <late>"
 
 
 def test_a_torn_log_is_mentioned():
