@@ -31,6 +31,8 @@ class Replica:
         self.exporter = Exporter()
         self.sink = PrometheusSink()
         self.metrics = GatewayMetrics(["control", "treatment"], SPACE, self.sink)
+        for arm in ("control", "treatment"):
+            self.metrics.open_ghost(arm)
         self.extra = ""
         self.edit: Callable[[str], str] = str
         self.publish()
@@ -282,7 +284,7 @@ def test_labels_of_the_instruments_are_those_that_are_read() -> None:
     """The grid's labels survive the exposition to the last digit that matters, whatever the bounds."""
     for space in (KnobSpace(), SPACE, KnobSpace(min_size=3, max_size=7, size_steps=5, min_ttl=0.001, max_ttl=1e9, ttl_steps=23)):
         sink = PrometheusSink()
-        GatewayMetrics(["a"], space, sink)
+        GatewayMetrics(["a"], space, sink).open_ghost("a")
         clock = iter((1.0, 1.0, 1.0 + WINDOW, 1.0 + WINDOW))
         with Exporter() as exporter:
             exporter.noise = as_ray(sink.exposition().decode(), "r0")
