@@ -1,0 +1,1 @@
+"""Benchmarks: us beside the peers, in the same run."""
