@@ -39,8 +39,8 @@ def read_signals(
 ) -> ArmSignals:
     """Return the signals of one arm over the last ``window`` seconds.
 
-    The caller refreshes the source first, once for all arms. Entropy and drift are averages over the replicas that
-    export them, weighted by their requests (today one replica follows an arm's whole traffic). ``resident_bytes`` is what counts against the
+    The caller refreshes the source first, once for all arms. Entropy and drift are averages over the replicas that export them,
+    weighted by their requests (today one replica follows an arm's whole traffic). ``resident_bytes`` is what counts against the
     budget: the shared Redis tier, of which the memory tiers hold copies, or the memory tiers where there is no Redis. Evictions
     are those of the same tier. Regret is 0 or more: both the applied setting (bilinear between the grid's points) and the best
     one are read from this window's curve.
