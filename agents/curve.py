@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from agents.policy import Proposal
 from agents.words import knob_words
 from envs.observation import Observation
@@ -63,3 +65,30 @@ class LastCurvePolicy:
         if observation.last_anchor is None:
             return Proposal(observation.space.clip(observation.knobs), "held: the last window had no ghost curve")
         return Proposal(observation.last_anchor, f"last window's curve is cheapest at {knob_words(observation.last_anchor)}")
+
+
+class OffsetPolicy:
+    """The smoothed curve's optimum moved by a constant: the least that a trained residual has to beat.
+
+    Args:
+        steps: Grid steps from the optimum: size, TTL, warm-up ratio.
+    """
+
+    def __init__(self, steps: tuple[float, float, float]) -> None:
+        self.steps = steps
+
+    @property
+    def name(self) -> str:
+        """``curve`` with the offset: ``curve+2+0.5+0``."""
+        return "curve" + "".join(f"{step:+g}" for step in self.steps)
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def decide(self, observation: Observation) -> Proposal:
+        """Return the moved optimum, or the current knobs where there is no curve."""
+        space, anchor = observation.space, observation.anchor
+        if anchor is None:
+            return Proposal(space.clip(observation.knobs), "held: no trustworthy ghost curve yet")
+        knobs = space.from_steps(space.to_steps(anchor) + np.asarray(self.steps, np.float64))
+        return Proposal(knobs, f"smoothed curve is cheapest at {knob_words(anchor)}; moved by a constant")

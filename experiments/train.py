@@ -25,7 +25,7 @@ from rich.table import Table
 from agents import artifact
 from agents.artifact import Artifact
 from agents.baselines import HoldPolicy, MiddlePolicy
-from agents.curve import CurvePolicy, LastCurvePolicy
+from agents.curve import CurvePolicy, LastCurvePolicy, OffsetPolicy
 from agents.policy import Policy
 from agents.ppo import PPOPolicy
 from agents.settings import PPOSettings
@@ -34,6 +34,9 @@ from envs.cache_env import CacheTuningEnv, Randomisation, Scenario
 from envs.workloads import load
 from experiments.evaluate import Standing, compare
 from experiments.scenarios import Scale, TraceMaker, scale_to, session_trace, stretches
+
+OFFSETS = ((1.0, 0.0, 0.0), (2.0, 0.0, 0.0), (2.0, 0.5, 0.0))
+"""Constant offsets that are evaluated beside a trained residual, which has to be worth more than a constant."""
 
 _HELD_OUT = 1 << 40
 """Held-out scenarios are drawn from seeds that no training episode uses."""
@@ -161,8 +164,8 @@ def train(settings: TrainSettings, *, console: Console | None = None, command: s
 
 
 def evaluate(policy: PPOPolicy, scenarios: Sequence[Scenario], length: int, *, console: Console | None = None) -> list[Standing]:
-    """Compare a trained policy with the baselines on the same scenarios: static, mid-grid, last curve, smoothed curve."""
-    policies: list[Policy] = [HoldPolicy(), MiddlePolicy(), LastCurvePolicy(), CurvePolicy(), policy]
+    """Compare a trained policy with the baselines on the same scenarios: static, mid-grid, curves."""
+    policies: list[Policy] = [HoldPolicy(), MiddlePolicy(), LastCurvePolicy(), CurvePolicy(), *map(OffsetPolicy, OFFSETS), policy]
     with _progress(console or Console(stderr=True)) as progress:
         task = progress.add_task("evaluating", total=None, note="")
         return compare(

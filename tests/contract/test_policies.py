@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agents.artifact import Artifact
 from agents.baselines import HoldPolicy, MiddlePolicy, StaticPolicy
-from agents.curve import CurvePolicy, LastCurvePolicy
+from agents.curve import CurvePolicy, LastCurvePolicy, OffsetPolicy
 from agents.policy import Policy, Proposal
 from agents.ppo import PPOPolicy
 from agents.registry import load_policy, pretrained
@@ -32,6 +32,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "curve": CurvePolicy,
     "curve with hysteresis": lambda: CurvePolicy(0.1),
     "last curve": LastCurvePolicy,
+    "curve with an offset": lambda: OffsetPolicy((2.0, -3.0, 9.0)),
     "untrained network": lambda: PPOPolicy(Artifact("untrained", network(0), (3.0, 2.0, 2.0), {})),
     **{f"ppo:{name}": lambda name=name: load_policy(f"ppo:{name}") for name in pretrained()},  # type: ignore[misc]
 }
