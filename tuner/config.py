@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from envs.settings import EnvsSettings
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agents.settings import AgentSettings
 from envs.objective import Prices
+from envs.settings import EnvsSettings
 from experiments.settings import ExperimentsSettings
 from serving.settings import GatewaySettings, LlmSimSettings
 from tuner.guard import GuardLimits
@@ -43,13 +43,14 @@ class SignalSettings(_Section):
     targets: list[str] = Field(
         default_factory=list, description="URLs to scrape, or a Prometheus file_sd JSON file, when kind is scrape"
     )
+    scrape_interval: float = Field(1.0, gt=0, description="seconds between two scrapes, ours or Prometheus'")
     model_metrics: str | None = Field(None, description="URL of the model server's metrics, scraped as well")
 
 
 class GuardSettings(_Section):
     """Limits of the guard; see :class:`tuner.guard.GuardLimits`."""
 
-    max_steps: tuple[float, float, float] = GuardLimits.__dataclass_fields__["max_steps"].default
+    max_steps: tuple[float, float, float] = (2.0, 2.0, 2.0)
     dead_band: float = Field(0.25, ge=0)
     max_age: float = Field(60.0, gt=0)
     min_requests: float = Field(20.0, ge=0)

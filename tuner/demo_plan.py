@@ -18,10 +18,12 @@ SEMANTIC_RATE = 20.0
 """Mean requests per second that two busy cores carry beside everything else of the demo; embedding is the dearest part."""
 
 STATIC_MISS_RATIO = 0.5
-HEADROOM = 1.4
+HEADROOM = 1.5
 MEAN_SERVICE = 0.30
 TTFT_SHARE = 0.25
-"""The simulated model is sized as an operator would size it: for half the traffic, with 40 % headroom, 0.3 s a request."""
+CONTENTION = 0.5
+"""The simulated model is sized as an operator would size it: for half the traffic at full contention, with 50 % headroom; a
+request takes 0.3 s when it runs alone, a quarter of it to the first token."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class DemoPlan:
         staleness_half_life: Half-life of an answer's truth in seconds of the run.
         slots: Parallel requests of the simulated model.
         ttft: Its time to the first token, seconds.
-        tpot: Its time per output token, seconds.
+        tpot: Its time per output token of a request that runs alone, seconds.
         note: What was cut and compressed, in words.
     """
 
@@ -83,7 +85,7 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
         max_ttl=seconds * 2,
         max_warmup=0.5,
     )
-    slots = max(4, math.ceil(count / seconds * STATIC_MISS_RATIO * MEAN_SERVICE * HEADROOM))
+    slots = max(4, math.ceil(count / seconds * STATIC_MISS_RATIO * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM))
     tokens = max(1.0, float(part.output_tokens.mean()))
     cut = "all" if count == len(trace) else f"the first {count:,} of {len(trace):,}"
     note = (

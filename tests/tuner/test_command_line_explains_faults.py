@@ -1,0 +1,146 @@
+"""The command line: bad input gets one clear message and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tuner import cli
+
+
+@dataclass(frozen=True)
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Cachepilot = Callable[..., Result]
+
+
+@pytest.fixture
+def cachepilot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cachepilot:
+    """Run a command line in this process, from the entry point that the console script has."""
+
+    def run(*arguments: str, environ: dict[str, str] | None = None) -> Result:
+        monkeypatch.setattr("sys.argv", ["cachepilot", *arguments])
+        for name, value in (environ or {}).items():
+            monkeypatch.setenv(name, value)
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+def failed(result: Result, code: int, *parts: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    said = " ".join(result.stderr.split())
+    for part in parts:
+        assert part in said, said
+
+
+def test_an_unknown_setting_is_named_with_what_was_meant(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("gateway:\n  namspace: x\n")
+    failed(cachepilot("tune", "--config", str(path)), 2, "gateway.namspace", "'x'", "did you mean 'namespace'", str(path))
+
+
+def test_an_unreadable_trace_is_named_with_its_line(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n{"timestamp": oops\n')
+    failed(cachepilot("demo", "--trace", str(path), "--headless"), 1, str(path), "line 2", "oops")
+
+
+def test_a_missing_trace_is_named(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    failed(cachepilot("demo", "--trace", str(tmp_path / "absent.csv"), "--headless"), 1, "absent.csv")
+
+
+def test_too_short_a_demo_says_how_long_it_needs(cachepilot: Cachepilot) -> None:
+    failed(cachepilot("demo", "--minutes", "0.2", "--headless"), 1, "--minutes 0.2", "at least")
+
+
+def test_a_redis_that_does_not_answer_is_named_with_what_to_do(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: refused
+        url = f"redis://user:secret@127.0.0.1:{taken.getsockname()[1]}"
+        for command in ("serve", "tune"):
+            settings = {"CACHEPILOT_GATEWAY__REDIS_URL": url, "CACHEPILOT_TUNER__ARM": "control"}
+            result = cachepilot(command, environ=settings)
+            failed(result, 1, "nothing answers PING", "gateway.redis_url")
+            assert "secret" not in result.stderr + result.stdout
+
+
+def test_an_arm_that_is_not_there_is_named(cachepilot: Cachepilot) -> None:
+    failed(cachepilot("tune", environ={"CACHEPILOT_TUNER__ARM": "canary"}), 1, "tuner.arm", "'canary'", "control")
+
+
+def test_a_port_in_use_is_named(cachepilot: Cachepilot, redis_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failed(cachepilot("llm-sim", "--port", str(port)), 1, str(port))
+        failed(cachepilot("serve", "--port", str(port), environ={"CACHEPILOT_GATEWAY__REDIS_URL": redis_url}), 1, str(port))
+
+
+def test_a_prometheus_that_does_not_answer_is_named(cachepilot: Cachepilot, redis_url: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        settings = {
+            "CACHEPILOT_GATEWAY__REDIS_URL": redis_url,
+            "CACHEPILOT_TUNER__ARM": "control",
+            "CACHEPILOT_TUNER__SIGNALS__KIND": "prometheus",
+            "CACHEPILOT_TUNER__SIGNALS__PROMETHEUS_URL": url,
+            "CACHEPILOT_EXPERIMENTS__LEDGER__URL": f"sqlite:///{tmp_path / 'ledger.db'}",
+        }
+        failed(cachepilot("tune", environ=settings), 1, url)
+
+
+def test_a_policy_that_means_nothing_is_named(cachepilot: Cachepilot) -> None:
+    failed(cachepilot("tune", "--policy", "magic", environ={"CACHEPILOT_TUNER__ARM": "control"}), 1, "magic", "curve")
+
+
+def test_doctor_reports_every_part_as_json(cachepilot: Cachepilot) -> None:
+    result = cachepilot("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)}
+    assert result.returncode == 0, checks
+    assert {"python", "torch", "redis-server", "embedder weights", "pretrained policy", "RDMA"} <= set(checks)
+
+
+@pytest.mark.parametrize("command", ["demo", "serve", "llm-sim", "tune", "train", "replay", "bench", "doctor", "experiment"])
+def test_every_command_has_a_help_text(cachepilot: Cachepilot, command: str) -> None:
+    result = cachepilot(command, "--help")
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) > 5
+
+
+def test_an_experiment_is_started_watched_ended_and_reported(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    log = tmp_path / "access"
+    log.mkdir()
+    settings.write_text(
+        f"gateway:\n  access_log: {log}\n  arms: {{control: {{share: 0.5}}, treatment: {{share: 0.5}}}}\n"
+        f"experiments: {{ledger: {{url: 'sqlite:///{tmp_path}/ledger.db'}}}}\n"
+    )
+    (log / "access-r1.jsonl").write_text("")
+    config = ("--config", str(settings))
+    started = cachepilot("experiment", "start", "first", "--json", *config)
+    assert json.loads(started.stdout)["state"] == "running", started.stderr
+    failed(cachepilot("experiment", "start", "second", *config), 2, "first", "still running")
+    assert json.loads(cachepilot("experiment", "status", "first", "--json", *config).stdout)["state"] == "running"
+    page = tmp_path / "report.html"
+    report = cachepilot("experiment", "report", "first", "--json", "--output", str(page), *config)
+    assert json.loads(report.stdout)["verdict"] == "not enough data", report.stderr
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert json.loads(cachepilot("experiment", "stop", "first", "--json", *config).stdout)["state"] == "ended"
+    failed(cachepilot("experiment", "report", "absent", *config), 1, "absent")

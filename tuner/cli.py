@@ -1,0 +1,325 @@
+"""The command line. Each command is thin: it reads settings, calls the part that does the work, and shows the result.
+
+Exit codes: 0 ok, 1 failed, 2 wrong usage or settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+app = typer.Typer(
+    name="cachepilot",
+    help="Tunes the cache in front of a large language model, and proves that it helps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+experiment_app = typer.Typer(help="A/B experiments: start, watch, end, report.", no_args_is_help=True)
+app.add_typer(experiment_app, name="experiment")
+
+out = Console()
+err = Console(stderr=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="settings file (YAML); default: $CACHEPILOT_CONFIG")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
+PolicyOption = Annotated[str | None, typer.Option("--policy", help="ppo, curve, static:<size>,<ttl>,<warmup>, or a directory")]
+
+
+@app.command()
+def demo(
+    trace: Annotated[Path | None, typer.Option(help="a real trace; without one a generator of user sessions is used")] = None,
+    minutes: Annotated[float, typer.Option(help="length of the whole run", min=0.1, max=60.0)] = 3.5,
+    output: Annotated[Path | None, typer.Option(help="folder of the run; default: runs/demo-<time>")] = None,
+    policy: Annotated[str, typer.Option(help="policy of the tuned arm")] = "ppo",
+    seed: Annotated[int, typer.Option(help="seed of the generator and salt of the split", min=0)] = 0,
+    headless: Annotated[bool, typer.Option("--headless", help="plain lines instead of a live display")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the summary to this file; - for stdout")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run the whole line on this machine: traffic, gateway, tiers, signals, PPO, knobs, A/B report."""
+    from tuner.demo import DemoOptions, run_demo
+    from tuner.demo_view import LiveView, PlainView, summary_panel
+
+    settings = _settings(config)
+    directory = output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    options = DemoOptions(trace, minutes, directory, policy, seed, _command())
+    # With the JSON on standard output, everything else goes to standard error.
+    console = err if json_file == Path("-") else out
+    with PlainView(console) if headless or not console.is_terminal else LiveView(console) as view:
+        result = run_demo(options, settings, view)
+    text = json.dumps(result.summary, indent=2, allow_nan=False)
+    if json_file == Path("-"):
+        sys.stdout.write(text + "\n")
+    elif json_file is not None:
+        json_file.write_text(text + "\n", encoding="utf-8")
+    console.print(summary_panel(result.summary))
+    if not result.complete:
+        raise typer.Exit(130)
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    port: Annotated[int | None, typer.Option(help="port of the ingress; 0 takes a free one", min=0, max=65535)] = None,
+    dashboard: Annotated[bool, typer.Option(help="run Ray's dashboard too; Prometheus' discovery file needs it")] = False,
+) -> None:
+    """Run the gateway on a Ray of its own until Ctrl-C. Without gateway.redis_url it brings an embedded Redis."""
+    from tuner.serving_commands import serve_gateway
+
+    serve_gateway(_settings(config), port=port, dashboard=dashboard, say=_say)
+
+
+@app.command("llm-sim")
+def llm_sim(
+    config: ConfigOption = None,
+    port: Annotated[int | None, typer.Option(help="port; 0 takes a free one", min=0, max=65535)] = None,
+    slots: Annotated[int | None, typer.Option(help="requests that run at the same time", min=1)] = None,
+) -> None:
+    """Run the simulated model server (OpenAI's API, vLLM's metrics) until Ctrl-C."""
+    from serving.llm_sim import run
+
+    chosen = {name: value for name, value in (("port", port), ("slots", slots)) if value is not None}
+    settings = _settings(config).llm_sim.model_copy(update=chosen)
+    run(settings, on_start=lambda url: out.print(f"llm-sim: {settings.model} on {url}", markup=False))
+
+
+@app.command()
+def tune(
+    config: ConfigOption = None,
+    policy: PolicyOption = None,
+    intervals: Annotated[int | None, typer.Option(help="end after so many decisions; default: run until Ctrl-C", min=1)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tune a running gateway: every interval observe, decide, guard, apply, verify, record."""
+    from tuner.tune_command import tune_gateway
+
+    settings = _settings(config)
+    if policy is not None:
+        settings = settings.model_copy(update={"tuner": settings.tuner.model_copy(update={"policy": policy})})
+
+    def show(line: dict[str, Any]) -> None:
+        if as_json:
+            sys.stdout.write(json.dumps(line, allow_nan=False) + "\n")
+            sys.stdout.flush()
+        else:
+            out.print(line["text"], markup=False, soft_wrap=True, highlight=False)
+
+    asyncio.run(tune_gateway(settings, intervals=intervals, show=show))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option("--config", "-c", help="training settings (YAML), as in experiments/configs")],
+    as_json: JsonOption = False,
+) -> None:
+    """Train a PPO policy in simulation; writes an artifact and says how it does against the curve on held-out scenarios."""
+    from experiments.train import load_train_settings
+    from experiments.train import train as run_training
+
+    path = run_training(load_train_settings(config), command=_command(), console=err)
+    card = json.loads((path / "card.json").read_text(encoding="utf-8"))
+    if as_json:
+        sys.stdout.write(json.dumps({"artifact": str(path), "card": card}, indent=2) + "\n")
+    else:
+        out.print(f"policy: {path}\nuse it: cachepilot tune --policy {path}", markup=False)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="a trace file")],
+    url: Annotated[
+        str, typer.Option(help="base URL of a gateway or any OpenAI-compatible server, without /v1")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="model name in the requests")] = "llm-sim",
+    limit: Annotated[int | None, typer.Option(help="requests at most", min=1)] = None,
+    speed: Annotated[float, typer.Option(help="times faster than the trace's own time", min=0.001)] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a trace's requests to a gateway at their own times."""
+    from envs.workloads.readers import load
+    from experiments.replay import replay as run_replay
+
+    workload = load(trace, limit=limit).compress(speed)
+    with err.status(f"replaying {len(workload):,} requests in {workload.duration:,.0f} s"):
+        result = asyncio.run(run_replay(workload, url, model=model))
+    _show(result.summary(), as_json)
+
+
+@app.command()
+def bench(
+    which: Annotated[str, typer.Argument(help="http, sim, decision, fidelity, or all")] = "all",
+    traces: Annotated[Path | None, typer.Option(help="folder of the real traces; default: $CACHEPILOT_TRACES")] = None,
+    seconds: Annotated[float, typer.Option(help="length of each HTTP measurement", min=1.0)] = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure us and the peers in one run, as ratios."""
+    from tuner.bench_command import run_benchmarks, tables
+
+    results = run_benchmarks(which, traces=traces, seconds=seconds, say=lambda text: err.print(text, markup=False))
+    if as_json:
+        sys.stdout.write(json.dumps([result.to_dict() for result in results], indent=2, allow_nan=False) + "\n")
+        return
+    for table in tables(results):
+        out.print(table)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what is installed, what is missing, and what takes its place."""
+    from tuner.doctor import examine, healthy
+
+    checks = examine()
+    if as_json:
+        fields = ("name", "status", "detail", "remedy")
+        sys.stdout.write(json.dumps([{name: getattr(check, name) for name in fields} for check in checks], indent=2) + "\n")
+    else:
+        table = Table(box=None)
+        for heading in ("", "part", "found", "what to do, or what takes its place"):
+            table.add_column(heading, overflow="fold")
+        marks = {"ok": "[green]ok[/]", "absent": "[yellow]-[/]", "failed": "[red]failed[/]"}
+        for check in checks:
+            table.add_row(marks[check.status], escape(check.name), escape(check.detail), escape(check.remedy))
+        out.print(table)
+    if not healthy(checks):
+        raise typer.Exit(1)
+
+
+@experiment_app.command("start")
+def experiment_start(
+    name: Annotated[str, typer.Argument(help="a name that the ledger does not have yet")],
+    control: Annotated[str, typer.Option(help="the arm that is compared against")] = "control",
+    treatment: Annotated[str, typer.Option(help="the arm whose effect is asked for")] = "treatment",
+    note: Annotated[str, typer.Option(help="what a reader of the report has to know")] = "",
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Record that an experiment begins now; requests before it do not count."""
+    from tuner.experiment_commands import start_experiment
+
+    _show(start_experiment(_settings(config), name, control=control, treatment=treatment, note=note, now=time.time()), as_json)
+
+
+@experiment_app.command("status")
+def experiment_status(
+    name: Annotated[str | None, typer.Argument(help="an experiment; without it all are listed")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how an experiment stands: decisions, requests, the latest knobs."""
+    from tuner.experiment_commands import status
+
+    _show(status(_settings(config), name, now=time.time()), as_json)
+
+
+@experiment_app.command("stop")
+def experiment_stop(
+    name: Annotated[str, typer.Argument()],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Record that an experiment ends now; later requests do not count. Knobs stay as they are."""
+    from tuner.experiment_commands import stop_experiment
+
+    _show(stop_experiment(_settings(config), name, now=time.time()), as_json)
+
+
+@experiment_app.command("report")
+def experiment_report(
+    name: Annotated[str, typer.Argument()],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="the page; default: <name>.html")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write an experiment's report as one self-contained HTML page."""
+    from tuner.experiment_commands import write_report
+
+    summary = write_report(_settings(config), name, output or Path(f"{name}.html"), command=_command())
+    if as_json:
+        sys.stdout.write(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    else:
+        out.print(f"{summary['verdict']}: {summary['reason']}\nreport: {summary['report']}", markup=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command line; an expected fault is one clear message and exit code 1 or 2, never a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        err.print("interrupted", style="yellow")
+        sys.exit(130)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        err.print("error:", style="red", end=" ")
+        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(code)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """Return 2 for faults of usage and settings, 1 for faults of the world, None for faults of ours."""
+    from agents.artifact import ArtifactError
+    from envs.sources import SourceUnavailable
+    from envs.workloads.errors import TraceError
+    from experiments.access import AccessLogError
+    from experiments.design import DesignError
+    from experiments.ledger import LedgerError
+    from experiments.replay import ReplayError
+    from serving.config_store import ConfigStoreUnavailable
+    from serving.redis_server import RedisServerError
+    from tuner.config import SettingsError
+    from tuner.errors import CommandError
+
+    if isinstance(error, (SettingsError, DesignError)):
+        return 2
+    known = (
+        ArtifactError, TraceError, AccessLogError, LedgerError, ReplayError, SourceUnavailable, ConfigStoreUnavailable,
+        RedisServerError, CommandError, OSError,
+    )  # fmt: skip
+    return 1 if isinstance(error, known) else None
+
+
+def _settings(path: Path | None) -> Any:
+    from tuner.config import load_settings
+
+    return load_settings(path)
+
+
+def _say(text: str) -> None:
+    out.print(text, markup=False, soft_wrap=True, highlight=False)
+
+
+def _command() -> str:
+    """Return the command line as one would type it."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _show(value: Any, as_json: bool, render: Callable[[Any], Any] | None = None) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    elif isinstance(value, list):
+        for item in value:
+            _show(item, False, render)
+    else:
+        table = Table(box=None, show_header=False)
+        table.add_column(style="dim")
+        table.add_column(overflow="fold")
+        for name, item in value.items():
+            table.add_row(escape(str(name)), escape(item if isinstance(item, str) else json.dumps(item)))
+        out.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`cachepilot serve`: the gateway on a Ray of its own, with an embedded Redis where none is named."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+
+import redis
+
+from serving.app import start
+from serving.redis_server import RedisServer
+from tuner.config import Settings
+from tuner.errors import CommandError
+from tuner.local import redis_url, run_directory
+
+
+def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: Everything; ``gateway`` is used.
+        port: Overrides ``gateway.port``.
+        dashboard: Whether Ray's dashboard runs too.
+        say: Prints a line.
+
+    Raises:
+        CommandError: If Redis does not answer, or another gateway serves the namespace with its embedded Redis.
+        serving.app.PortInUse: If the port is taken.
+    """
+    gateway = settings.gateway
+    url = redis_url(gateway)
+    over = threading.Event()
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: over.set()))
+        if gateway.redis_url is None:
+            if redis_answers(url):
+                raise CommandError(
+                    f"serve: another gateway with an embedded Redis runs in namespace {gateway.namespace!r} ({url}): "
+                    "end it, choose another gateway.namespace, or name a shared gateway.redis_url"
+                )
+            directory = run_directory(gateway.namespace)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            url = stack.enter_context(RedisServer(directory)).url
+            say(f"redis: embedded, {url}")
+        else:
+            check_redis(url)
+        changed = {"redis_url": url, **({} if port is None else {"port": port})}
+        running = stack.enter_context(start(gateway.model_copy(update=changed), dashboard=dashboard))
+        say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
+        say(f"metrics: {', '.join(running.metrics_targets())}")
+        if running.service_discovery is not None:
+            say(f"prometheus file_sd: {running.service_discovery}")
+        say("Ctrl-C ends it")
+        over.wait()
+        say("ending")
+
+
+def redis_answers(url: str) -> bool:
+    """Whether a Redis answers at a URL."""
+    with contextlib.closing(redis.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0)) as client:
+        try:
+            client.ping()
+        except redis.RedisError:
+            return False
+    return True
+
+
+def check_redis(url: str) -> None:
+    """Make sure that Redis answers.
+
+    Raises:
+        CommandError: If it does not; says what was tried.
+    """
+    if not redis_answers(url):
+        raise CommandError(
+            f"redis: nothing answers PING at {_without_password(url)} within 2 s: start it, correct gateway.redis_url, "
+            "or leave gateway.redis_url out: `cachepilot serve` then brings its own"
+        )
+
+
+def _without_password(url: str) -> str:
+    scheme, found, rest = url.partition("://")
+    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else url

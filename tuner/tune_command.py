@@ -1,0 +1,145 @@
+"""`cachepilot tune`: builds the loop from settings and runs it until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from agents.policy import Policy
+from agents.registry import load_policy
+from envs.prometheus_source import PrometheusSource
+from envs.scrape_source import ScrapeSource
+from envs.sources import SignalSource, window_for
+from experiments.ledger import Ledger
+from serving.redis_config_store import RedisConfigStore
+from tuner.config import Settings
+from tuner.demo_view import knobs_text
+from tuner.errors import CommandError
+from tuner.local import metrics_url, redis_url
+from tuner.loop import Interval, LoopSettings, Tuner
+from tuner.serving_commands import check_redis
+
+
+async def tune_gateway(settings: Settings, *, intervals: int | None, show: Callable[[dict[str, Any]], None]) -> None:
+    """Tune until SIGINT, SIGTERM, or so many intervals.
+
+    Args:
+        settings: Everything.
+        intervals: Decisions to make; None: no end.
+        show: Takes one JSON-ready mapping per interval, its ``text`` for people.
+
+    Raises:
+        CommandError: If Redis does not answer, or the arm to tune is not one of the gateway's.
+        envs.sources.SourceUnavailable: If no signals can be read at the start.
+    """
+    tuner, gateway = settings.tuner, settings.gateway
+    if tuner.arm not in gateway.arms:
+        raise CommandError(f"tune: tuner.arm = {tuner.arm!r}: expected one of the gateway's arms {sorted(gateway.arms)}")
+    policy = policy_named(tuner.policy)
+    url = redis_url(gateway)
+    check_redis(url)
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    with contextlib.ExitStack() as stack:
+        source = signal_source(settings)
+        stack.callback(source.close)
+        ledger = stack.enter_context(Ledger(settings.experiments.ledger.url, timeout=settings.experiments.ledger.timeout))
+        store = RedisConfigStore(url, gateway.namespace)
+        running = Tuner(
+            store=store,
+            source=source,
+            policies={tuner.arm: policy},
+            recorder=ledger,
+            settings=LoopSettings(
+                namespace=gateway.namespace,
+                interval=tuner.interval,
+                window=tuner.window or window_for(tuner.interval, tuner.signals.scrape_interval),
+                confirm_timeout=tuner.confirm_timeout,
+                space=gateway.space.space(),
+                prices=settings.prices,
+                limits=tuner.guard.limits(),
+            ),
+            clock=time.time,
+            wait=lambda seconds: set_within(over, seconds),
+        )
+        try:
+            state = await running.start(gateway.initial_knobs)
+            arms = "; ".join(f"{arm} {knobs_text(knobs)}" for arm, knobs in state.arms.items())
+            show({"text": f"tuning {tuner.arm} by {policy.name} every {tuner.interval:g} s from version {state.version}: {arms}"})
+            await running.run(max_intervals=intervals, on_interval=lambda turn: show(line_of(turn)))
+        finally:
+            await store.close()
+
+
+def policy_named(name: str) -> Policy:
+    """Return a policy by the name that a command was given.
+
+    Raises:
+        CommandError: If the name means nothing or its policy cannot be used.
+    """
+    try:
+        return load_policy(name)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def signal_source(settings: Settings) -> SignalSource:
+    """Return the source of signals that the settings name.
+
+    Raises:
+        envs.sources.SourceUnavailable: If it cannot be read.
+    """
+    signals = settings.tuner.signals
+    if signals.kind == "prometheus":
+        return PrometheusSource(signals.prometheus_url)
+    targets = list(signals.targets) or [metrics_url(settings.gateway)]
+    if signals.model_metrics is not None:
+        targets.append(signals.model_metrics)
+    return ScrapeSource(targets, scrape_interval=signals.scrape_interval)
+
+
+def line_of(turn: Interval) -> dict[str, Any]:
+    """Return a turn as one JSON-ready line."""
+    arms: dict[str, Any] = {}
+    texts = []
+    for arm, step in turn.arms.items():
+        knobs = turn.state.arms[arm]
+        arms[arm] = {
+            "hit_ratio": _finite(step.signals.hit_ratio),
+            "p99": _finite(step.signals.p99),
+            "cost": _finite(step.cost.total),
+            "regret": _finite(step.signals.regret),
+            "knobs": knobs.to_dict(),
+            "verdict": step.verdict.action if step.verdict else "observe",
+            "reason": step.verdict.reason if step.verdict else "observed only",
+        }
+        shown = f"hits {step.signals.hit_ratio:.1%}, P99 {step.signals.p99:.2f} s, cost ${step.cost.total:.4f}"
+        texts.append(f"{arm}: {shown}, {knobs_text(knobs)}" + (f", {step.verdict.reason}" if step.verdict else ""))
+    confirmed = f"{turn.confirmed}/{turn.expected} replicas on version {turn.state.version}"
+    return {
+        "text": f"{turn.index}: {'; '.join(texts)}; {confirmed}{'; ' + turn.fault if turn.fault else ''}",
+        "interval": turn.index,
+        "at": turn.at,
+        "version": turn.state.version,
+        "expected": turn.expected,
+        "confirmed": turn.confirmed,
+        "fault": turn.fault,
+        "arms": arms,
+    }
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until the event or for so many seconds; whether the event came."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
+
+
+def _finite(value: float) -> float | None:
+    return value if value == value and abs(value) != float("inf") else None
