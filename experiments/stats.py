@@ -193,12 +193,18 @@ def bootstrap(
     sample = np.asarray(values, np.float64)
     order = np.argsort(sample, kind="stable")
     ranked, owners = sample[order], index[order]
+    counts = np.bincount(index, minlength=len(totals))
+    tails = [min(len(sample), math.ceil(4 * (1.0 - q) * len(sample)) + 64) for q in quantiles]
     sums: list[Floats] = []
     found: list[Floats] = []
-    for weights in _poisson_weights(len(totals), max(len(totals), len(sample)), replicates, seed):
+    for weights in _poisson_weights(len(totals), max(len(totals), *tails, 1), replicates, seed):
         sums.append(weights.astype(np.float64) @ totals)
-        cumulative = np.cumsum(weights[:, owners], axis=1, dtype=np.int64)
-        found.append(np.stack([_quantile(ranked, cumulative, q) for q in quantiles], axis=1))
+        drawn = weights.astype(np.int64) @ counts
+        found.append(
+            np.stack(
+                [_quantile(ranked, owners, weights, drawn, q, tail) for q, tail in zip(quantiles, tails, strict=True)], axis=1
+            )
+        )
     return Replicates(np.concatenate(sums), np.concatenate(found))
 
 
@@ -208,12 +214,34 @@ def quantile(values: npt.ArrayLike, q: float) -> float:
     return float(np.quantile(sample, q, method="inverted_cdf")) if len(sample) else math.nan
 
 
-def _quantile(ranked: Floats, cumulative: npt.NDArray[np.int64], q: float) -> Floats:
-    total = cumulative[:, -1:] if cumulative.shape[1] else np.zeros((len(cumulative), 1), np.int64)
+def _quantile(
+    ranked: Floats,
+    owners: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.uint8],
+    drawn: npt.NDArray[np.int64],
+    q: float,
+    tail: int,
+) -> Floats:
+    """Return the weighted quantile of each replicate, looked for among the ``tail`` largest values first, shape (b,).
+
+    It is the smallest value with at most the share ``1 - q`` of the weight above it. High quantiles lie near the top, so nearly
+    all replicates are done with a few percent of the values.
+    """
     if not len(ranked):
-        return np.full(len(cumulative), math.nan)
-    first = np.argmax(cumulative >= np.maximum(q * total, 1e-9), axis=1)
-    return np.where(total[:, 0] > 0, ranked[first], math.nan)
+        return np.full(len(weights), math.nan)
+    taken = weights[:, owners[len(owners) - tail :]]
+    above = np.cumsum(taken[:, ::-1], axis=1, dtype=np.int64)[:, ::-1] - taken
+    enough = above <= ((1.0 - q) * drawn + 1e-9)[:, None]
+    first = np.argmax(enough, axis=1)
+    result = np.where(drawn > 0, ranked[len(ranked) - tail + first], math.nan)
+    # Values below the first one drawn have as much above them: step up to the one that was drawn.
+    rows = np.arange(len(weights))
+    for row in rows[(taken[rows, first] == 0) & (drawn > 0)]:
+        result[row] = ranked[len(ranked) - tail + first[row] + int(np.argmax(taken[row, first[row] :] > 0))]
+    unsure = (first == 0) & (drawn > 0)
+    if tail < len(ranked) and unsure.any():
+        result[unsure] = _quantile(ranked, owners, weights[unsure], drawn[unsure], q, len(ranked))
+    return result
 
 
 def _poisson_weights(clusters: int, width: int, replicates: int, seed: int) -> Iterator[npt.NDArray[np.uint8]]:

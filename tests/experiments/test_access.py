@@ -1,8 +1,12 @@
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from experiments.access import COLUMNS, AccessLogError, read_access_log
 from serving.access_log import AccessRecord
@@ -84,3 +88,18 @@ def test_no_log_yet_is_an_empty_table_with_the_same_columns(tmp_path):
 def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(AccessLogError, match="nowhere is not a directory"):
         read_access_log(tmp_path / "nowhere")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_log_cut_anywhere_gives_its_complete_lines(data):
+    lines = [orjson.dumps(asdict(record(float(number)))) + b"\n" for number in range(4)]
+    whole = b"".join(lines)
+    cut = data.draw(st.integers(0, len(whole)))
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "access-a.jsonl").write_bytes(whole[:cut])
+        frame = read_access_log(folder)
+    complete = whole[:cut].count(b"\n")
+    assert len(frame) in (complete, complete + 1)  # a last line that lacks nothing but its end counts
+    assert list(frame["at"]) == [float(number) for number in range(len(frame))]
+    assert frame.attrs["torn_lines"] == (cut > 0 and not whole[:cut].endswith(b"\n") and len(frame) == complete)

@@ -171,6 +171,20 @@ def test_a_bootstrap_of_a_single_cluster_marks_empty_draws():
     assert np.all(drawn.quantiles[~empty] == 4.0)
 
 
+@pytest.mark.parametrize("hot", [0.0, 0.9])
+def test_weighted_quantiles_are_those_of_the_requests_written_out(hot):
+    rng = np.random.default_rng(8)
+    index = np.where(rng.random(3000) < hot, 0, rng.integers(1, 200, 3000)).astype(np.int64)
+    values = np.round(rng.exponential(1.0, 3000) * (1 + (index == 0)), 2)  # with ties
+    counts = stats.cluster_sums(index, 200, np.ones((3000, 1)))
+    weights = next(stats._poisson_weights(200, 3000, 40, 5))
+    drawn = stats.bootstrap(index, counts, values, [0.25, 0.99], replicates=40, seed=5)
+    for row in range(40):
+        written_out = np.repeat(values, weights[row][index])
+        assert drawn.totals[row, 0] == len(written_out)
+        assert drawn.quantiles[row].tolist() == [stats.quantile(written_out, q) for q in (0.25, 0.99)]
+
+
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0.01, 1.0))
 def test_a_quantile_is_the_smallest_value_with_its_share_at_or_below(values, q):
     found = stats.quantile(values, q)
