@@ -41,8 +41,9 @@ class Gateway:
 
     async def answer(self, request):
         body = await request.json()
-        number = len(self.asked)
-        self.asked.append((body, request.headers.get("x-llm-sim-output-tokens")))
+        tokens = request.headers["x-llm-sim-output-tokens"]
+        self.asked.append((body, tokens))
+        status = self.statuses.get(int(tokens) - 1, 200)  # by row: under load requests may overtake each other
         self.running += 1
         self.most = max(self.most, self.running)
         self.arrived.set()
@@ -50,10 +51,10 @@ class Gateway:
             await self.hold.wait()
         finally:
             self.running -= 1
-        if self.statuses.get(number) == 0:
+        if not status:
             request.transport.close()
         headers = {"x-cache": "HIT", "x-cache-tier": "memory", "x-cache-arm": "treatment"}
-        return web.json_response({"choices": []}, status=self.statuses.get(number) or 200, headers=headers)
+        return web.json_response({"choices": []}, status=status or 200, headers=headers)
 
 
 @pytest.fixture
@@ -73,9 +74,10 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-async def test_every_request_is_sent_in_order_with_its_prompt_and_its_length(served):
+async def test_every_request_is_sent_with_its_prompt_and_its_length(served):
     seen = []
     result = await replay(make_trace([0.0, 0.02, 0.05]), served.url, model="m", on_result=seen.append)
+    served.asked.sort(key=lambda asked: asked[1])
     bodies = [body for body, _ in served.asked]
     assert [body["messages"] for body in bodies] == [
         [{"role": "user", "content": text}] for text in ("first question", "second question", "first question")
@@ -121,12 +123,10 @@ async def test_failures_are_recorded_and_do_not_end_the_replay(served):
     served.statuses = {0: 503, 1: 0}
     result = await replay(make_trace([0.0, 0.05, 0.1]), served.url, model="m")
     assert len(result.requests) == 3
-    by_row = result.requests.set_index("row")
-    assert by_row.loc[0, "status"] == 503
-    assert result.failed == 3 - int((result.requests["status"] == 200).sum())
-    assert result.failed >= 1
-    lost = result.requests[result.requests["status"] == 0]
-    assert (lost["error"] != "").all()
+    by_row = result.requests.set_index("row").sort_index()
+    assert by_row["status"].tolist() == [503, 0, 200]
+    assert by_row["error"].ne("").tolist() == [False, True, False]
+    assert result.failed == 2
 
 
 async def test_an_answer_that_takes_too_long_is_a_failure(served):
