@@ -127,7 +127,7 @@ def analyse(
         log: The access log (:func:`experiments.access.read_access_log`); the same.
         method: How intervals are computed.
         windows: Number of windows over time, unless the tuner's intervals are about as many.
-        caveats: More that a reader has to know.
+        caveats: More that a reader has to know; empty texts are left out.
 
     Returns:
         The analysis. Parts that are missing (an arm without requests, no decisions) are said to be missing, not refused.
@@ -167,7 +167,7 @@ def analyse(
             sources[experiment.treatment], sources[experiment.control], treatment, start=start, end=end, prices=prices
         ),
         method=method,
-        caveats=(*_caveats(experiment, log, sources, overall), *caveats),
+        caveats=(*_caveats(experiment, log, sources, overall), *(text for text in caveats if text)),
     )
 
 
