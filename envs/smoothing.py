@@ -160,8 +160,8 @@ def cost_at(values: npt.NDArray[np.float64], curve: GhostCurve, knobs: Knobs) ->
 def _cheapest(costs: npt.NDArray[np.float64]) -> tuple[int, int]:
     # Rows ascend in size, so the first of equals is the smallest; the tolerance keeps rounding from deciding.
     least = costs.min()
-    row, column = np.argwhere(costs <= least + 1e-9 * abs(least))[0]
-    return int(row), int(column)
+    row, column = divmod(int(np.argmax(costs.ravel() <= least + 1e-9 * abs(least))), costs.shape[1])
+    return row, column
 
 
 def _setting(curve: GhostCurve, index: tuple[int, int]) -> Knobs:
@@ -181,7 +181,5 @@ def _usable(curve: GhostCurve) -> bool:
         return False
     if not (np.all(curve.ttls > 0) and np.all(np.diff(curve.ttls) > 0) and np.all(np.isfinite(curve.ttls))):
         return False
-    with np.errstate(invalid="ignore"):
-        return bool(
-            np.all((curve.hits >= 0) & (curve.hits < _ABSURD)) and np.all((curve.stale_hits >= 0) & (curve.stale_hits < _ABSURD))
-        )
+    # A NaN makes the least and the greatest NaN, and every comparison with it False.
+    return all(bool(0 <= cells.min() and cells.max() < _ABSURD) for cells in (curve.hits, curve.stale_hits))
