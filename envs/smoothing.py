@@ -182,4 +182,4 @@ def _usable(curve: GhostCurve) -> bool:
     if not (np.all(curve.ttls > 0) and np.all(np.diff(curve.ttls) > 0) and np.all(np.isfinite(curve.ttls))):
         return False
     # A NaN makes the least and the greatest NaN, and every comparison with it False.
-    return all(bool(0 <= cells.min() and cells.max() < _ABSURD) for cells in (curve.hits, curve.stale_hits))
+    return all(bool(cells.min() >= 0 and cells.max() < _ABSURD) for cells in (curve.hits, curve.stale_hits))
