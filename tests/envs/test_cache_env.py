@@ -61,6 +61,14 @@ def test_gymnasium_accepts_it() -> None:
     check_env(gym.make("CacheTuning-v0", trace=TRACE, config=CONFIG, interval=5.0, episode_length=8).unwrapped)
 
 
+def test_it_is_made_without_arguments_on_a_workload_of_its_own() -> None:
+    env = gym.make("CacheTuning-v0")
+    vector, info = env.reset(seed=0)
+    assert env.observation_space.contains(vector)
+    assert info["requests"] > 0
+    assert math.isfinite(float(env.step(np.zeros(3, np.float32))[1]))
+
+
 def test_stable_baselines_accepts_it() -> None:
     from stable_baselines3.common.env_checker import check_env as check
 
