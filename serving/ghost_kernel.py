@@ -96,8 +96,10 @@ def _rebuild(slots: Ints, keep: npt.NDArray[np.bool_], places: npt.NDArray[np.in
             places[table + last] = slot + 1
             slots[slot, POSITION] = last
     tree[:] = 0
-    for position in range(1, last + 1):
-        tree[position] += slots[places[table + position] - 1, SIZE]
+    for position in range(1, len(tree)):
+        # Past the last key too: sums have to reach the nodes of positions that are still free.
+        if position <= last:
+            tree[position] += slots[places[table + position] - 1, SIZE]
         parent = position + (position & -position)
         if parent < len(tree):
             tree[parent] += tree[position]

@@ -50,8 +50,8 @@ def run(*, intervals: int = 1000, requests_per_interval: int = 1000, seed: int =
         seed: Of the trace.
 
     Returns:
-        Rows with ``what``, ``seconds``, ``cpu_seconds``, ``requests_per_second``; the ratio is requests per CPU second of the full
-        simulator over those of cachetools' LRU.
+        Rows with ``what``, ``seconds``, ``cpu_seconds``, ``requests_per_second``; the ratio is requests per CPU second of the
+        whole simulator over those of cachetools' LRU.
     """
     trace = zipf_trace(intervals * requests_per_interval, duration=intervals * INTERVAL, seed=seed)
     full = SimConfig()

@@ -1,0 +1,178 @@
+"""Ghost curves say what other settings would have done: exactly at rate 1, closely when sampled."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.ghost import Ghost, GhostCurve
+from serving.keys import ttl_jitter
+
+SIZES = np.array([1_000, 4_000, 16_000, 64_000])
+TTLS = np.array([5.0, 50.0, 1e6])
+
+
+def lru(
+    keys: np.ndarray, entry: np.ndarray, times: np.ndarray, size: int, ttl: float, half_life: float, jitter: float
+) -> tuple[int, float]:
+    """Hits and expected stale hits of one plain LRU with a TTL."""
+    cache: OrderedDict[int, tuple[int, float]] = OrderedDict()
+    hits, stale, held = 0, 0.0, 0
+    for key, bytes_, now in zip(keys.tolist(), entry.tolist(), times.tolist(), strict=True):
+        if key in cache:
+            cache.move_to_end(key)
+            age = now - cache[key][1]
+            if age <= ttl * ttl_jitter(key, jitter):
+                hits += 1
+                stale += 1.0 - 0.5 ** (age / half_life)
+                continue
+            held -= cache.pop(key)[0]
+        cache[key] = (bytes_, now)
+        held += bytes_
+        while held > size:
+            held -= cache.popitem(last=False)[1][0]
+    return hits, stale
+
+
+def zipf(requests: int, keys: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    weights = np.arange(1, keys + 1) ** -0.9
+    key = random.choice(keys, requests, p=weights / weights.sum()).astype(np.uint64)
+    return key, (100 + (key * 37) % 400).astype(np.int64), np.cumsum(random.exponential(0.01, requests))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), min_size=1, max_size=400),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([3.0, math.inf]),
+)
+def test_at_rate_one_every_setting_is_exact(accesses: list[tuple[int, int]], jitter: float, half_life: float) -> None:
+    keys = np.array([key for key, _ in accesses], np.uint64)
+    times = np.cumsum([gap / 8 for _, gap in accesses])
+    entry = (50 + 61 * keys).astype(np.int64)
+    sizes = np.array([2_000, 3_500, 9_000])  # each holds the largest entry
+    # 31 keys fit, but their positions are renumbered every 97 accesses or more often.
+    ghost = Ghost(sizes, TTLS, max_keys=32, ttl_jitter=jitter, staleness_half_life=half_life)
+    ghost.access_many(keys, entry, times)
+    curve = ghost.take().curve
+    assert curve.requests == len(accesses)
+    for row, size in enumerate(sizes):
+        for column, ttl in enumerate(TTLS):
+            hits, stale = lru(keys, entry, times, size, ttl, half_life, jitter)
+            assert curve.hits[row, column] == hits
+            assert curve.stale_hits[row, column] == pytest.approx(stale)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_sampled_curve_is_close_to_exact_simulation(seed: int) -> None:
+    keys, entry, times = zipf(60_000, 20_000, seed)
+    sizes = np.array([50_000, 200_000, 800_000, 3_000_000])
+    ghost = Ghost(sizes, TTLS, max_keys=1_024, salt=seed)
+    ghost.access_many(keys, entry, times)
+    assert ghost.rate <= 1 / 8
+    ratio = ghost.take().curve.hit_ratio
+    exact = [[lru(keys, entry, times, size, ttl, math.inf, 0.0)[0] / len(keys) for ttl in TTLS] for size in sizes]
+    assert np.abs(ratio - exact).mean() <= 0.03
+
+
+def test_single_accesses_do_what_many_at_once_do() -> None:
+    keys, entry, times = zipf(3_000, 600, 4)
+    one, many = Ghost(SIZES, TTLS, max_keys=128, salt=9), Ghost(SIZES, TTLS, max_keys=128, salt=9)
+    many.access_many(keys, entry, times)
+    for key, size, now in zip(keys.tolist(), entry.tolist(), times.tolist(), strict=True):
+        one.access(key, size, now)
+    assert np.array_equal(one.take().curve.hits, many.take().curve.hits)
+
+
+def test_keys_above_the_signed_range_are_counted() -> None:
+    ghost = Ghost(SIZES, TTLS)
+    for now in (0.0, 1.0):
+        ghost.access(2**64 - 1, 100, now)
+        ghost.access(2**63, 100, now)
+    assert ghost.take().curve.hits[0, 0] == 2
+
+
+def test_a_new_window_starts_from_zero_but_remembers_reuse() -> None:
+    ghost = Ghost(SIZES, TTLS)
+    ghost.access(1, 100, 0.0)
+    assert ghost.take().curve.hits.max() == 0
+    ghost.access(1, 100, 1.0)
+    window = ghost.take()
+    assert window.curve.requests == 1
+    assert window.curve.hits.min() == 1
+
+
+def test_after_a_flush_the_first_access_misses_everywhere() -> None:
+    ghost = Ghost(SIZES, TTLS)
+    ghost.access(1, 100, 0.0)
+    ghost.flush()
+    ghost.access(1, 100, 1.0)
+    ghost.access(1, 100, 2.0)
+    curve = ghost.take().curve
+    assert curve.requests == 3
+    assert np.all(curve.hits == 1)
+
+
+def test_keys_that_no_setting_can_hit_do_not_cost_the_sampling_rate() -> None:
+    ghost = Ghost(SIZES, TTLS, max_keys=1024)
+    for start in range(0, 200_000, 500):
+        keys = np.arange(start, start + 500, dtype=np.uint64)
+        ghost.access_many(keys, np.full(500, 200), np.full(500, start / 10))
+        ghost.take()
+    # 64,000 bytes hold 320 of these entries, and 1,000 keys are counted in the last two windows.
+    assert ghost.rate == 1.0
+
+
+def test_rate_falls_and_requests_still_add_up() -> None:
+    keys, entry, times = zipf(20_000, 10_000, 5)
+    ghost = Ghost(np.array([10**6, 10**9]), TTLS, max_keys=256)
+    ghost.access_many(keys, entry, times)
+    window = ghost.take()
+    assert window.rate == ghost.rate < 0.1
+    assert window.curve.requests == len(keys)
+    assert np.all((window.curve.hits >= 0) & (window.curve.hits <= len(keys)))
+    assert np.all(np.diff(window.curve.hits, axis=0) >= 0)
+    assert np.all(np.diff(window.curve.hits, axis=1) >= 0)
+
+
+def test_a_window_without_requests_has_no_ratio() -> None:
+    window = Ghost(SIZES, TTLS).take()
+    assert window.curve.requests == 0
+    assert np.all(np.isnan(window.curve.hit_ratio))
+    assert math.isnan(window.entropy)
+    assert math.isnan(window.drift)
+
+
+def test_a_clone_goes_its_own_way() -> None:
+    ghost = Ghost(SIZES, TTLS)
+    ghost.access(1, 100, 0.0)
+    twin = ghost.clone()
+    ghost.access(1, 100, 1.0)
+    assert twin.take().curve.requests == 1
+    assert ghost.take().curve.requests == 2
+
+
+def test_curve_clips_its_ratio() -> None:
+    curve = GhostCurve(SIZES, TTLS, np.full((4, 3), 12.0), np.zeros((4, 3)), 10.0)
+    assert np.all(curve.hit_ratio == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"sizes": np.array([4, 2])}, "sizes"),
+        ({"ttls": np.array([])}, "ttls"),
+        ({"max_keys": 3}, "max_keys"),
+        ({"ttl_jitter": 1.5}, "ttl_jitter"),
+        ({"staleness_half_life": 0.0}, "staleness_half_life"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Ghost(**{"sizes": SIZES, "ttls": TTLS, **arguments})  # type: ignore[arg-type]
