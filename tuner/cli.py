@@ -65,6 +65,7 @@ def demo(
     elif json_file is not None:
         json_file.write_text(text + "\n", encoding="utf-8")
     console.print(summary_panel(result.summary))
+    console.print(f"report: {result.summary['report']}", markup=False, highlight=False, soft_wrap=True)
     if not result.complete:
         raise typer.Exit(130)
 
@@ -145,15 +146,17 @@ def replay(
     model: Annotated[str, typer.Option(help="model name in the requests")] = "llm-sim",
     limit: Annotated[int | None, typer.Option(help="requests at most", min=1)] = None,
     speed: Annotated[float, typer.Option(help="times faster than the trace's own time", min=0.001)] = 1.0,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Send a trace's requests to a gateway at their own times."""
     from envs.workloads.readers import load
     from experiments.replay import replay as run_replay
 
+    settings = _settings(config).experiments.replay
     workload = load(trace, limit=limit).compress(speed)
     with err.status(f"replaying {len(workload):,} requests in {workload.duration:,.0f} s"):
-        result = asyncio.run(run_replay(workload, url, model=model))
+        result = asyncio.run(run_replay(workload, url, model=model, **settings.model_dump()))
     _show(result.summary(), as_json)
 
 

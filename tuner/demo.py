@@ -212,6 +212,7 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
             read_access_log(options.directory / "access"),
             title=f"cachepilot demo: static LRU against {policy.name} on {trace.name}",
             command=options.command,
+            caveats=run.caveats,
         )
         path = options.directory / "report.html"
         path.write_text(report.html, encoding="utf-8")
@@ -260,6 +261,7 @@ class _Run:
         self._loop_settings = loop_settings
         self._view = view
         self.replayed: dict[str, Any] = {}
+        self.caveats: list[str] = []
 
     async def traffic(self) -> bool:
         """Replay and tune until the traffic is over; whether it was all sent."""
@@ -296,6 +298,7 @@ class _Run:
             over.set()
             await tuning
             self.replayed = result.summary()
+            self.caveats = [result.caveat()] if result.caveat() else []
         finally:
             over.set()
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -198,7 +198,7 @@ def summary_panel(summary: Mapping[str, Any]) -> Panel:
             _with_interval(figures["cost"], "${:.3f}"),
             knobs_text(Knobs.from_dict(last)) if last else "",
         )
-    lines = [Text(f"{summary['verdict']}: {summary['reason']}", style="bold"), Text(f"report: {summary['report']}")]
+    lines = [Text(f"{summary['verdict']}: {summary['reason']}", style="bold")]
     if not summary.get("complete", True):
         lines.append(Text("interrupted: the report is of what was seen until then", style="yellow"))
     title = "cachepilot demo" if summary.get("complete", True) else "cachepilot demo (partial)"

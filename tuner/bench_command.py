@@ -1,0 +1,79 @@
+"""`cachepilot bench`: which benchmarks there are, and how their results are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from experiments.bench.result import BenchResult
+from tuner.errors import CommandError
+
+NAMES = ("http", "sim", "decision", "fidelity")
+FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
+
+
+def run_benchmarks(which: str, *, traces: Path | None, seconds: float, say: Callable[[str], None]) -> list[BenchResult]:
+    """Run one benchmark or all.
+
+    Args:
+        which: One of :data:`NAMES`, or ``all``.
+        traces: Folder of the real traces; None: ``CACHEPILOT_TRACES``, else ``../shared/traces``.
+        seconds: Length of each HTTP measurement.
+        say: Prints a line about what goes on.
+
+    Raises:
+        CommandError: If there is no such benchmark.
+    """
+    if which not in (*NAMES, "all"):
+        raise CommandError(f"bench: {which!r}: expected one of {', '.join(NAMES)}, all")
+    results = []
+    for name in NAMES if which == "all" else (which,):
+        say(f"bench {name} ...")
+        results.append(_run(name, traces or Path(os.environ.get("CACHEPILOT_TRACES", "../shared/traces")), seconds))
+    return results
+
+
+def _run(name: str, traces: Path, seconds: float) -> BenchResult:
+    if name == "http":
+        from experiments.bench import http
+
+        return http.run(seconds)
+    if name == "sim":
+        from experiments.bench import sim
+
+        return sim.run()
+    if name == "decision":
+        from experiments.bench import decision
+
+        return decision.run()
+    from experiments.bench import fidelity
+
+    return fidelity.run(traces / FIDELITY_TRACE)
+
+
+def tables(results: Sequence[BenchResult]) -> Iterator[Table]:
+    """Return each result as a table with its note, ratio and command beneath."""
+    for result in results:
+        ratio = "" if result.ratio is None else f"ratio {result.ratio:.2f}. "
+        table = Table(
+            title=f"bench {result.name}", title_justify="left", caption=escape(f"{ratio}{result.note}\n{result.command}")
+        )
+        columns = list(dict.fromkeys(column for row in result.rows for column in row))
+        for column in columns:
+            table.add_column(column, justify="left" if isinstance(result.rows[0].get(column), str) else "right")
+        for row in result.rows:
+            table.add_row(*(_shown(row.get(column)) for column in columns))
+        yield table
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return escape(str(value)) if not isinstance(value, int) else f"{value:,}"
