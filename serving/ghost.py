@@ -66,10 +66,11 @@ class GhostWindow:
 class Ghost:
     """A shadow of one arm's requests: the hits of every (``cache_size``, ``ttl``) of a grid, entropy and drift.
 
-    Sampling starts at rate 1. When more than ``max_keys`` keys are tracked, those that no setting can hit any more (too far
-    down the recency order, or too old) are dropped; where that is not enough the rate halves. Counts are weighted by 1/rate and
-    adjusted so that they add up to the true number of requests: what the sample missed or saw too often are the hottest keys,
-    so the difference goes to the references that fit the smallest size (SHARDS-adj).
+    Sampling starts at rate 1. When more than ``max_keys`` keys are tracked, those that no setting can hit any more (too far down
+    the recency order, or too old) are dropped; where that is not enough the rate halves. A sample of keys estimates badly what
+    few keys dominate, so the hottest ones (found by a count-min sketch of all accesses) are tracked whatever the rate and stand
+    for themselves, and the sample speaks for the rest, scaled to the rest's true number of requests (stratified sampling with a
+    ratio estimate).
 
     Not known to the ghost: warm-up, and entries larger than a setting's whole budget (they count in the distances of others).
 
@@ -114,18 +115,20 @@ class Ghost:
         positions = 4 * max_keys
         places = np.zeros(table + positions + 1 + max_keys, np.int32)
         places[table + positions + 1 :] = np.arange(max_keys)
-        ctl = np.zeros(8, np.int64)
+        ctl = np.zeros(kernel.N_CTL, np.int64)
         ctl[[kernel.N_SIZES, kernel.N_TTLS, kernel.TABLE, kernel.POSITIONS]] = len(sizes), len(ttls), table, positions
+        ctl[kernel.HEAT] = table
         ctl[kernel.NEXT] = 1
         ctl[kernel.SALT] = np.array([mix64(salt & (1 << 64) - 1)], np.uint64).view(np.int64)[0]
         self._state = kernel.State(
-            slots=np.zeros((max_keys, 6), np.int64),
+            slots=np.zeros((max_keys, kernel.N_COLUMNS), np.int64),
             written=np.zeros((max_keys, cells + 1)),
             places=places,
             tree=np.zeros(positions + 1, np.int64),
-            sums=np.zeros(2 * cells + 3),
+            sums=np.zeros(4 * cells + kernel.N_TOTALS),
             ctl=ctl,
             grid=np.concatenate([self._sizes.astype(np.float64), self._ttls, [staleness_half_life, ttl_jitter]]),
+            heat=np.zeros(2 * table, np.int32),
         )
 
     @property
@@ -160,30 +163,27 @@ class Ghost:
 
     def take(self) -> GhostWindow:
         """Return what was gathered since the last call, and start a new window. What is known of reuse is kept."""
-        cells = len(self._sizes) * len(self._ttls)
         shape = (len(self._sizes), len(self._ttls))
-        hits = self._state.sums[:cells].reshape(shape).copy()
-        stale = self._state.sums[cells : 2 * cells].reshape(shape).copy()
-        requests, weight, hot = (float(value) for value in self._state.sums[2 * cells :])
-        if weight > 0:
-            missing = requests - weight
-            if hot > max(0.0, -missing):
-                # The share of the hottest references that hit, by TTL, holds for the missing ones too.
-                stale += missing * stale[0] / hot
-                hits += missing * hits[0] / hot
-            else:
-                hits *= requests / weight
-                stale *= requests / weight
+        cells = len(self._sizes) * len(self._ttls)
+        blocks = self._state.sums[: 4 * cells].reshape(4, *shape)
+        requests, sampled, certain = (float(value) for value in self._state.sums[4 * cells :])
+        # What the hot keys did is known. The sample speaks for all other requests, of which the number is known too.
+        others = requests - certain
+        if sampled > 0:
+            hits, stale = blocks[2:] + blocks[:2] * (others / sampled)
+        elif certain > 0:
+            hits, stale = blocks[2:] * (requests / certain)
         else:
-            requests = 0.0
+            hits, stale, requests = np.zeros(shape), np.zeros(shape), 0.0
         hits = np.clip(hits, 0.0, requests)
         stale = np.clip(stale, 0.0, hits)
-        counts = self._state.slots[:, kernel.COUNT]
-        before = self._state.slots[:, kernel.BEFORE]
+        slots = self._state.slots
+        counts, before = slots[:, kernel.COUNT], slots[:, kernel.BEFORE]
+        weights = np.where(slots[:, kernel.HOT] == 1, 1.0, 1.0 / self.rate)
         window = GhostWindow(
             GhostCurve(self._sizes, self._ttls, hits, stale, requests),
-            _entropy(counts, requests, self.rate),
-            _drift(counts, before),
+            _entropy(counts, weights, requests),
+            _drift(counts, before, weights),
             self.rate,
         )
         before[:] = counts
@@ -203,21 +203,29 @@ class Ghost:
         return twin
 
 
-def _entropy(counts: npt.NDArray[np.int64], requests: float, rate: float) -> float:
-    """Shannon entropy in bits from the counts of the sampled keys, Miller-Madow corrected.
+def _entropy(counts: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], requests: float) -> float:
+    """Shannon entropy in bits from the counts of the tracked keys, each standing for ``weight`` keys, Miller-Madow corrected.
 
-    ``log2 N - sum(c log2 c) / N`` holds for the whole window; its second term is a mean over requests, taken from the sample.
+    ``log2 N - sum(c log2 c) / N`` holds for the whole window; the sum over the sampled keys is scaled to what they stand for.
     """
-    seen = counts[counts > 0].astype(np.float64)
-    if not seen.size or not requests > 0:
+    seen = counts > 0
+    if not seen.any() or not requests > 0:
         return math.nan
-    plugin = math.log2(requests) - float(np.sum(seen * np.log2(seen)) / np.sum(seen))
-    return max(plugin, 0.0) + (seen.size / rate - 1.0) / (2.0 * math.log(2.0) * requests)
+    count, weight = counts[seen].astype(np.float64), weights[seen]
+    hot = weight == 1.0
+    known = float(count[hot].sum())
+    drawn = float(count[~hot].sum())
+    scale = max(requests - known, 0.0) / drawn if drawn else 0.0
+    bits = count * np.log2(count)
+    total = float(bits[hot].sum()) + scale * float(bits[~hot].sum())
+    counted = known + scale * drawn
+    plugin = max(math.log2(counted) - total / counted, 0.0)
+    return plugin + (float(weight.sum()) - 1.0) / (2.0 * math.log(2.0) * requests)
 
 
-def _drift(counts: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> float:
-    """Jensen-Shannon distance between two windows' distributions, base 2."""
-    now_total, before_total = int(counts.sum()), int(before.sum())
+def _drift(counts: npt.NDArray[np.int64], before: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]) -> float:
+    """Jensen-Shannon distance between two windows' distributions, base 2; each key stands for ``weight`` keys like it."""
+    now_total, before_total = float(counts @ weights), float(before @ weights)
     if not now_total or not before_total:
         return math.nan
     either = (counts > 0) | (before > 0)
@@ -225,5 +233,6 @@ def _drift(counts: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> floa
     q = before[either] / before_total
     middle = (p + q) / 2.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        divergence = np.nansum(p * np.log2(p / middle)) / 2.0 + np.nansum(q * np.log2(q / middle)) / 2.0
-    return float(math.sqrt(min(max(divergence, 0.0), 1.0)))
+        each = np.nan_to_num(p * np.log2(p / middle)) + np.nan_to_num(q * np.log2(q / middle))
+    divergence = float(each @ weights[either]) / 2.0
+    return math.sqrt(min(max(divergence, 0.0), 1.0))
