@@ -97,19 +97,22 @@ class Runtime:
             rules=settings.rules.rules(),
             replicas=settings.replicas,
         )
-        await self.cache.apply(settings.initial_knobs)
-        shared = url is not None and settings.replicas > 1
-        self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
-        self._start_arms(shared=shared)
+        desired: DesiredState | None = None
         if url is not None:
-            # The tuner's knobs come before the first answer: a replica that restarts must not serve with the initial ones.
+            # The tuner's knobs come before the first answer, and before the initial ones are applied at all: the budget in Redis
+            # is shared, and a replica that restarts must not shrink it for the others.
             self._config = RedisConfigStore(url, namespace)
             try:
                 desired = await self._config.read()
                 self.store_reachable = True
             except ConfigStoreUnavailable as error:
-                desired = None
                 _log.warning("starting with the initial knobs: %s", error)
+        known = desired.arms if desired is not None else {}
+        await self.cache.apply({arm: known.get(arm, knobs) for arm, knobs in settings.initial_knobs.items()})
+        shared = url is not None and settings.replicas > 1
+        self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
+        self._start_arms(shared=shared)
+        if self._config is not None:
             if desired is not None:
                 await self._apply(desired)
             self._background(self._follow_knobs(self._config), "follow-knobs")
