@@ -49,6 +49,10 @@ class AccessFeed(Protocol):
         """Note one access."""
         ...
 
+    async def open(self) -> None:
+        """Begin to listen; what others tell from now on is not missed."""
+        ...
+
     async def exchange(self) -> Accesses:
         """Return the accesses to apply now, in order of time."""
         ...
@@ -81,6 +85,9 @@ class LocalFeed:
         self._pending = _Pending()
         self.add = self._pending.add
 
+    async def open(self) -> None:
+        """Nothing to listen to."""
+
     async def exchange(self) -> Accesses:
         """Return the accesses to apply now, in order of time."""
         return merge([self._pending.take()])
@@ -108,12 +115,18 @@ class RedisFeed:
         self._redis: Redis = Redis.from_url(url)
         self._lead = self._redis.register_script(_LEAD)
         self._received: list[Accesses] = []
+        self._subscribed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Subscribe; does not wait long for a Redis that is away, the subscription is made when it is back."""
+        self._task = asyncio.create_task(self._listen(), name="access-feed")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DEADLINE):
+                await self._subscribed.wait()
 
     async def exchange(self) -> Accesses:
         """Publish this replica's accesses, renew the lease, and return all that has come in, in order of time."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._listen(), name="access-feed")
         own = self._pending.take()
         try:
             async with asyncio.timeout(_DEADLINE):
@@ -142,10 +155,13 @@ class RedisFeed:
     async def _listen(self) -> None:
         while True:
             try:
-                async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
+                async with self._redis.pubsub() as channel:
                     await channel.subscribe(self._channel)
                     async for message in channel.listen():
-                        self._take_in(message["data"])
+                        if message["type"] == "message":
+                            self._take_in(message["data"])
+                        else:
+                            self._subscribed.set()
             except (RedisError, OSError) as error:
                 _log.info("access feed: subscription lost, subscribing again: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -92,7 +92,7 @@ class Runtime:
             await self._open_embedder(semantic.deadline)
         self.cache = TieredCache(
             memory=MemoryTier(),
-            store=RedisTier(url, namespace) if url is not None else None,
+            store=RedisTier(url, namespace, read_deadline=settings.redis_deadline) if url is not None else None,
             vectors=VectorTier(dim=DIMENSIONS) if self._embedder is not None else None,
             rules=settings.rules.rules(),
             replicas=settings.replicas,
@@ -111,6 +111,7 @@ class Runtime:
         await self.cache.apply({arm: known.get(arm, knobs) for arm, knobs in settings.initial_knobs.items()})
         shared = url is not None and settings.replicas > 1
         self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
+        await self._feed.open()
         self._start_arms(shared=shared)
         if self._config is not None:
             if desired is not None:

@@ -199,6 +199,7 @@ class GatewaySettings(Settings):
     Attributes:
         namespace: Separates caches and configurations that share a Redis.
         redis_url: ``redis://``, ``rediss://`` or ``unix://``; null keeps everything in the one replica's memory.
+        redis_deadline: Seconds that a lookup waits for Redis before it goes on as a miss; well below what a miss costs.
         arms: Arms by name; shares sum to 1.
         salt: Of the assignment of keys to arms.
         space: Bounds of the knobs.
@@ -218,6 +219,7 @@ class GatewaySettings(Settings):
 
     namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "cachepilot"
     redis_url: str | None = None
+    redis_deadline: Seconds = 0.25
     arms: dict[str, ArmSettings] = Field(default_factory=lambda: {"control": ArmSettings()}, min_length=1)
     salt: str = ""
     space: SpaceSettings = SpaceSettings()

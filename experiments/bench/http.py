@@ -73,7 +73,8 @@ def run(
             raise RuntimeError(f"http bench: expected exact hits only, but the model was asked {more:g} times")
     rows = [_row(name, measured) for name, measured in loads.items()]
     rates = {name: statistics.median(load.rate for load in measured) for name, measured in loads.items()}
-    note = f"{generator()}, {connections} connections, {rounds} rounds of {turn:g} s each in turn; one replica, one worker. Goal: a ratio of {GOAL:g}."
+    note = f"{generator()}, {connections} connections, {rounds} rounds of {turn:g} s each in turn; one replica, one worker."
+    note += f" Goal: a ratio of {GOAL:g}."
     if peer is None:
         note += f" litellm was not measured: no executable at {litellm}; run scripts/install-peers.sh."
     return BenchResult(

@@ -22,6 +22,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
             {
                 "namespace": "e2e",
                 "redis_url": redis_server.url,
+                "redis_deadline": 10.0,
                 "replicas": 2,
                 "port": 0,
                 "metrics_port": 0,

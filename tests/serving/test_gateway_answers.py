@@ -1,0 +1,266 @@
+"""What a client of the gateway sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serving.llm_sim import LlmSimProcess, answer_size
+from serving.settings import LlmSimSettings
+from tests.e2e.stack import chat
+from tests.serving.gateways import Client, running, served
+
+COMPLETE: dict[str, Any] = {
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[LlmSimProcess]:
+    with LlmSimProcess(LlmSimSettings(port=0, ttft=0.0, tpot=0.0)) as process:
+        yield process
+
+
+@pytest.fixture
+async def client(model: LlmSimProcess, redis_url: str, namespace: str) -> AsyncIterator[Client]:
+    settings = {"redis_url": redis_url, "namespace": namespace, "upstream": {"base_url": model.base_url}}
+    async with running(settings) as started:
+        yield started
+
+
+class Upstream:
+    """A real HTTP server that gives the answers it is told to, and counts what it was asked."""
+
+    def __init__(self, body: bytes = b"", status: int = 200, content_type: str = "application/json") -> None:
+        self.body = body or json.dumps(COMPLETE).encode()
+        self.status, self.content_type = status, content_type
+        self.requests: list[dict[str, str]] = []
+        self.release = asyncio.Event()
+        self.release.set()
+        self.app = Starlette(routes=[Route("/v1/chat/completions", self._chat, methods=["POST"])])
+
+    async def _chat(self, request: Request) -> Response:
+        self.requests.append(dict(request.headers))
+        await self.release.wait()
+        return Response(self.body, self.status, media_type=self.content_type, headers={"retry-after": "7"})
+
+
+async def test_the_second_identical_question_is_a_hit_with_the_same_bytes(client: Client) -> None:
+    first, second = await client.ask("hello"), await client.ask("hello")
+    assert (first.cache, second.cache) == ("MISS", "HIT")
+    assert second.body == first.body
+    assert (second.headers["x-cache-tier"], second.headers["age"]) == ("memory", "0")
+    assert second.headers["x-cache-arm"] == first.headers["x-cache-arm"] == "control"
+
+
+async def test_fields_that_do_not_change_the_answer_do_not_change_its_identity(client: Client) -> None:
+    await client.ask("hello", temperature=0.5)
+    assert (await client.ask("hello", temperature=0.5, user="somebody else")).cache == "HIT"
+    assert (await client.ask("hello", temperature=0.6)).cache == "MISS"
+
+
+async def test_the_stored_entry_has_the_size_that_the_simulator_expects(client: Client) -> None:
+    await client.ask("hello", {"x-llm-sim-output-tokens": "123"})
+    held = await client.metric('cachepilot_resident_bytes{arm="control",tier="memory"}')
+    assert held == 32 + answer_size(123, "llm-sim")
+
+
+async def test_an_answer_cut_at_its_length_is_passed_on_and_not_kept(client: Client) -> None:
+    for _ in range(2):
+        reply = await client.ask("hello", max_tokens=2)
+        assert (reply.cache, reply.json["choices"][0]["finish_reason"]) == ("MISS", "length")
+
+
+async def test_a_streamed_answer_passes_through_as_it_is(client: Client) -> None:
+    for _ in range(2):
+        reply = await client.ask("hello", stream=True, max_tokens=3)
+        assert (reply.status, reply.cache) == (200, "BYPASS")
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_the_models_of_the_upstream_are_listed(client: Client) -> None:
+    assert [card["id"] for card in (await client.request("GET", "/v1/models")).json["data"]] == ["llm-sim"]
+
+
+async def test_health_and_readiness_say_what_runs(client: Client) -> None:
+    assert (await client.request("GET", "/healthz")).status == 200
+    state = (await client.request("GET", "/readyz")).json
+    assert (state["ready"], state["version"], state["config_store"]) == (True, 0, "ok")
+    assert state["arms"]["control"]["ttl"] == 3600.0
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (b'{"model": "llm-sim", "messages": [', None, "not valid JSON"),
+        (b"[1]", None, "expected a JSON object, got list"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "model", "expected the name of a model, got nothing"),
+        (b'{"model": "llm-sim"}', "messages", "at least one message object, got nothing"),
+        (b'{"model": "llm-sim", "messages": []}', "messages", "got []"),
+        (b'{"model": "llm-sim", "messages": ["hi"]}', "messages", 'got ["hi"]'),
+    ],
+)
+async def test_a_bad_body_is_a_400_in_the_shape_of_openai(client: Client, body: bytes, param: str | None, said: str) -> None:
+    reply = await client.request("POST", "/v1/chat/completions", data=body)
+    error = reply.json["error"]
+    assert reply.status == 400
+    assert said in error["message"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+
+
+async def test_other_paths_and_methods_are_refused_by_name(client: Client) -> None:
+    missing = await client.request("GET", "/v1/nothing")
+    assert missing.status == 404
+    assert "/v1/nothing" in missing.json["error"]["message"]
+    wrong = await client.request("GET", "/v1/chat/completions")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+
+
+async def test_a_body_over_the_limit_is_refused(model: LlmSimProcess) -> None:
+    async with running({"upstream": {"base_url": model.base_url}, "max_request_bytes": 1000}) as client:
+        assert (await client.ask("x" * 2000)).status == 413
+        assert (await client.ask("x" * 100)).status == 200
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
+async def test_an_upstream_error_passes_through_and_is_asked_again(status: int) -> None:
+    upstream = Upstream(b'{"error": {"message": "no", "type": "t", "param": null, "code": null}}', status)
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        for _ in range(2):
+            reply = await client.ask("hello")
+            assert (reply.status, reply.body, reply.cache) == (status, upstream.body, "MISS")
+            assert reply.headers["retry-after"] == "7"
+        assert await client.metric('cachepilot_requests_total{arm="control",outcome="error"}') == 2
+        assert await client.metric('cachepilot_upstream_errors_total{arm="control"}') == 2
+    assert len(upstream.requests) == 2
+
+
+def _with(**changes: Any) -> bytes:
+    return json.dumps({**COMPLETE, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (_with(choices=[]), "application/json"),
+        (_with(choices=[{"index": 0, "finish_reason": None}]), "application/json"),
+        (_with(choices=[COMPLETE["choices"][0], {"index": 1, "finish_reason": "length"}]), "application/json"),
+        (b"{", "application/json"),
+        (json.dumps(COMPLETE).encode(), "text/plain"),
+    ],
+    ids=["no choices", "unfinished", "one of two cut", "not JSON", "another media type"],
+)
+async def test_what_is_not_a_complete_json_answer_is_passed_on_and_not_kept(body: bytes, content_type: str) -> None:
+    upstream = Upstream(body, content_type=content_type)
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        assert [(await client.ask("hello")).body for _ in range(2)] == [body, body]
+    assert len(upstream.requests) == 2
+
+
+async def test_an_unreachable_upstream_is_a_502_that_names_it() -> None:
+    async with served(Upstream().app) as url:
+        base_url = f"{url}/v1"
+    async with running({"upstream": {"base_url": base_url}}) as client:
+        reply = await client.ask("hello")
+        assert (reply.status, reply.json["error"]["code"]) == (502, "upstream_unreachable")
+        assert base_url in reply.json["error"]["message"]
+        streamed = await client.ask("hello", stream=True)
+        assert (streamed.status, streamed.json["error"]["code"]) == (502, "upstream_unreachable")
+
+
+async def test_an_upstream_that_does_not_answer_in_time_is_a_504() -> None:
+    upstream = Upstream()
+    upstream.release.clear()
+    async with served(upstream.app) as url:
+        async with running({"upstream": {"base_url": f"{url}/v1", "timeout": 0.05}}) as client:
+            reply = await client.ask("hello")
+        assert (reply.status, reply.json["error"]["code"]) == (504, "upstream_timeout")
+        upstream.release.set()
+
+
+async def test_identical_misses_under_way_ask_the_upstream_once() -> None:
+    upstream = Upstream()
+    upstream.release.clear()
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        asked = [asyncio.create_task(client.ask("hello")) for _ in range(20)]
+        while await client.metric('cachepilot_cacheable_lookups_total{arm="control"}') < 20:
+            await asyncio.sleep(0.005)
+        upstream.release.set()
+        replies = await asyncio.gather(*asked)
+        assert await client.metric('cachepilot_coalesced_requests_total{arm="control"}') == 19
+        assert await client.metric('cachepilot_upstream_tokens_total{arm="control",cause="miss",kind="output"}') == 1
+    assert sorted(str(reply.cache) for reply in replies) == ["HIT"] * 19 + ["MISS"]
+    assert len(upstream.requests) == 1
+
+
+async def test_one_clients_refusal_is_not_given_to_another_who_waited() -> None:
+    upstream = Upstream(b'{"error": {}}', 401)
+    upstream.release.clear()
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        asked = [asyncio.create_task(client.ask("hello", {"authorization": f"Bearer {n}"})) for n in range(2)]
+        while await client.metric('cachepilot_cacheable_lookups_total{arm="control"}') < 2:
+            await asyncio.sleep(0.005)
+        upstream.release.set()
+        await asyncio.gather(*asked)
+    assert {headers["authorization"] for headers in upstream.requests} == {"Bearer 0", "Bearer 1"}
+
+
+async def test_an_answer_is_kept_although_its_client_went_away() -> None:
+    upstream = Upstream()
+    upstream.release.clear()
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        asked = asyncio.create_task(client.ask("hello"))
+        while not upstream.requests:
+            await asyncio.sleep(0.005)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        upstream.release.set()
+        assert (await client.ask("hello")).cache == "HIT"
+    assert len(upstream.requests) == 1
+
+
+async def test_the_configured_key_replaces_the_clients_and_only_listed_headers_pass() -> None:
+    upstream = Upstream()
+    sent = {"authorization": "Bearer client", "openai-organization": "org", "cookie": "secret", "x-other": "no"}
+    async with served(upstream.app) as url:
+        base = {"base_url": f"{url}/v1"}
+        async with running({"upstream": {**base, "api_key": "ours"}}) as client:
+            await client.ask("one", sent)
+        async with running({"upstream": base}) as client:
+            await client.ask("two", sent)
+    assert [headers["authorization"] for headers in upstream.requests] == ["Bearer ours", "Bearer client"]
+    assert all(headers["openai-organization"] == "org" for headers in upstream.requests)
+    assert not any("cookie" in headers or "x-other" in headers for headers in upstream.requests)
+
+
+async def test_an_entry_past_its_ttl_is_asked_for_again() -> None:
+    upstream = Upstream()
+    arms = {"control": {"knobs": {"ttl": 60.0}}}
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}, "arms": arms}) as client:
+        await client.ask("hello")
+        now = time.time()
+        client.gateway.runtime.clock = lambda: now + 30.0
+        assert (await client.ask("hello")).headers["age"] in ("29", "30")
+        client.gateway.runtime.clock = lambda: now + 61.0
+        assert (await client.ask("hello")).cache == "MISS"
+        assert await client.metric('cachepilot_expirations_total{arm="control"}') == 1
+    assert len(upstream.requests) == 2
+
+
+async def test_one_question_written_in_two_ways_is_one_question(client: Client) -> None:
+    text = "ünïcödé \u2028 \U0001f600"
+    raw = json.dumps(chat(text), ensure_ascii=False, indent=3).encode()
+    first = await client.request("POST", "/v1/chat/completions", data=raw)
+    assert first.status == 200
+    assert (await client.ask(text)).cache == "HIT"
