@@ -95,14 +95,18 @@ def test_hot_keys_are_counted_whatever_the_sample_misses() -> None:
 
 def test_keys_that_cooled_make_room_for_new_hot_ones() -> None:
     random = np.random.default_rng(1)
-    ghost = Ghost(np.array([20_000, 10**8]), TTLS, max_keys=256)
+    ghost = Ghost(np.array([40_000, 10**6]), TTLS, max_keys=256)
     for epoch in range(8):
         hot = 1_000_000 * (epoch + 1) + random.integers(0, 60, 20_000)
-        keys = np.where(random.random(20_000) < 0.7, hot, 10**9 + 20_000 * epoch + np.arange(20_000)).astype(np.uint64)
-        ghost.access_many(keys, np.full(20_000, 100), 20.0 * epoch + np.arange(20_000) / 1000)
-        window = ghost.take()
+        new = 10**9 + 20_000 * epoch + np.arange(20_000)
+        keys = np.where(random.random(20_000) < 0.7, hot, new).astype(np.uint64)
+        times = 20.0 * epoch + np.arange(20_000) / 1000
+        for half in (slice(0, 10_000), slice(10_000, 20_000)):
+            ghost.access_many(keys[half], np.full(10_000, 100), times[half])
+            window = ghost.take()
+        # By the second half the new hot set is known: what is not of the sample is counted exactly.
+        assert window.curve.hit_ratio[0, 2] == pytest.approx(0.7, abs=0.05)
     assert window.rate < 0.1
-    assert window.curve.hit_ratio[0, 2] == pytest.approx(0.7, abs=0.03)
 
 
 def test_single_accesses_do_what_many_at_once_do() -> None:
