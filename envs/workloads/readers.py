@@ -195,14 +195,15 @@ def _questions(arrivals: Path, texts: Path, limit: int | None, seed: int) -> Tra
     time, _, output = _azure_arrivals(arrivals, limit)
     table = Table(texts, ["text", "category"])
     by_intent: dict[str, list[int]] = {}
-    prompts: list[str] = []
-    intent_of: list[str] = []
+    intent_of: dict[str, str] = {}
     for text, category in table:
-        if not text.strip() or not category:
+        question = text.strip()
+        if not question or not category:
             raise table.error("a question and its category", f"{text},{category}")
-        by_intent.setdefault(category, []).append(len(prompts))
-        prompts.append(text.strip())
-        intent_of.append(category)
+        if question not in intent_of:
+            by_intent.setdefault(category, []).append(len(intent_of))
+            intent_of[question] = category
+    prompts = list(intent_of)
     if not prompts:
         raise TraceError(texts, "at least one question after the header")
     random = np.random.default_rng(seed)
@@ -216,7 +217,7 @@ def _questions(arrivals: Path, texts: Path, limit: int | None, seed: int) -> Tra
     # One question has one answer: as long as the real one at the question's first arrival.
     _, first, again = np.unique(place, return_index=True, return_inverse=True)
     number_of = {intent: number for number, intent in enumerate(intents)}
-    groups = np.array([number_of[intent] for intent in intent_of], np.int64)
+    groups = np.array([number_of[intent] for intent in intent_of.values()], np.int64)
     return _with_text(
         arrivals,
         time,
