@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Action = Annotated[float, Field(ge=-1, le=1)]
+
 
 class PPOSettings(BaseModel):
     """Hyperparameters of PPO; the defaults are the recipe that beat the smoothed curve on real drift.
@@ -26,6 +28,9 @@ class PPOSettings(BaseModel):
     clip_range: float = Field(default=0.2, gt=0)
     entropy_coefficient: float = Field(default=0.0, ge=0)
     log_std_init: float = Field(default=-1.5, ge=-10, le=2)
+    initial_action: tuple[Action, Action, Action] = Field(
+        default=(0.0, 0.0, 0.0), description="where the policy starts: a constant residual; 0 is the curve's optimum"
+    )
     hidden: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(64, 64), min_length=1, max_length=4)
 
 

@@ -32,7 +32,8 @@ def train_ppo(
 ) -> PPO:
     """Train a policy; the same arguments give the same weights on the same machine.
 
-    The action head starts near zero (orthogonal, gain 0.01), so an untrained policy is the curve's optimum.
+    The action head's weights start near zero (orthogonal, gain 0.01), so an untrained policy is ``initial_action`` whatever it
+    sees; by default that is the curve's optimum.
 
     Args:
         make_env: Makes the environment of a rank, 0 to ``n_envs - 1``.
@@ -63,6 +64,10 @@ def train_ppo(
             seed=seed,
             device="cpu",
         )
+        with torch.no_grad():
+            bias = model.policy.action_net.bias
+            assert isinstance(bias, torch.Tensor)
+            bias.copy_(torch.tensor(settings.initial_action))
         model.learn(settings.total_steps, callback=_Report(progress) if progress is not None else None)
     finally:
         environments.close()

@@ -45,6 +45,7 @@ class Standing:
         terms: The same by term.
         hit_ratio: Hits over requests.
         relative: Cost over the baseline's on the same requests.
+        typical: Geometric mean of the same by scenario: no scenario weighs more for being expensive.
         low: Lower end of the 95 % interval of ``relative``: bootstrap over the scenarios, paired.
         high: Upper end.
         wins: Scenarios on which it was cheaper than the baseline.
@@ -56,6 +57,7 @@ class Standing:
     terms: Mapping[str, float]
     hit_ratio: float
     relative: float
+    typical: float
     low: float
     high: float
     wins: int
@@ -155,6 +157,7 @@ def _standing(row: Sequence[Outcome], reference: np.ndarray[Any, np.dtype[np.flo
         terms={name: sum(outcome.terms[name] for outcome in row) * scale for name in TERMS},
         hit_ratio=sum(outcome.hits for outcome in row) / requests if requests else math.nan,
         relative=float(dollars.sum() / total) if total > 0 else math.nan,
+        typical=float(np.exp(np.mean(np.log(np.maximum(dollars, 1e-300) / np.maximum(reference, 1e-300))))),
         low=float(low),
         high=float(high),
         wins=int(np.sum(dollars < reference)),

@@ -182,6 +182,11 @@ def summary(standings: Sequence[Standing]) -> dict[str, Any]:
         verdict = f"is worse than the smoothed curve: {last.relative:.3f} of its cost, interval {last.low:.3f} to {last.high:.3f}"
     else:
         verdict = f"ties with the smoothed curve: {last.relative:.3f} of its cost, interval {last.low:.3f} to {last.high:.3f}"
+    constants = [row for row in standings[:-1] if row.policy.startswith("curve+")]
+    if constants:
+        best = min(constants, key=lambda row: row.relative)
+        verdict += f"; the best constant offset of the {len(constants)} tried, {best.policy}, is at {best.relative:.3f}"
+        verdict += f"; scenario by scenario (geometric mean) it is {last.typical:.3f} against {best.typical:.3f}"
     rows = [{key: _rounded(value) for key, value in standing.to_dict().items()} for standing in standings]
     return {"verdict": verdict, "baseline": "curve", "held_out_scenarios": last.scenarios, "standings": rows}
 
@@ -189,7 +194,7 @@ def summary(standings: Sequence[Standing]) -> dict[str, Any]:
 def standings_table(standings: Sequence[Standing]) -> Table:
     """Return the standings as a table."""
     table = Table(title=f"held-out scenarios: {standings[0].scenarios}; cost relative to the smoothed curve")
-    for column in ("policy", "$ / 1,000 requests", "hit ratio", "relative", "95 % interval", "wins"):
+    for column in ("policy", "$ / 1,000 requests", "hit ratio", "relative", "95 % interval", "typical", "wins"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for row in standings:
         table.add_row(
@@ -198,6 +203,7 @@ def standings_table(standings: Sequence[Standing]) -> Table:
             f"{row.hit_ratio:.3f}",
             f"{row.relative:.3f}",
             f"{row.low:.3f} to {row.high:.3f}",
+            f"{row.typical:.3f}",
             f"{row.wins}/{row.scenarios}",
         )
     return table

@@ -70,6 +70,9 @@ def test_it_starts_at_the_curves_optimum_and_learns_where_it_pays_to_go() -> Non
     still = extract(train_ppo(lambda rank: Target(), SMALL.model_copy(update={"learning_rate": 1e-12}), seed=0))
     start = np.stack([still(row) for row in observations()])
     assert np.abs(start).max() < 0.1
+    moved = SMALL.model_copy(update={"learning_rate": 1e-12, "initial_action": (0.25, -0.5, 0.0)})
+    elsewhere = extract(train_ppo(lambda rank: Target(), moved, seed=0))
+    assert np.stack([elsewhere(row) for row in observations()]) - [0.25, -0.5, 0.0] == pytest.approx(start, abs=1e-5)
     settings = SMALL.model_copy(update={"total_steps": 4096, "learning_rate": 3e-3, "log_std_init": -1.0})
     learned = extract(train_ppo(lambda rank: Target(), settings, seed=0))
     action = np.stack([learned(row) for row in observations()]).mean(axis=0)

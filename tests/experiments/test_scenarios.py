@@ -77,7 +77,10 @@ def test_policies_are_compared_on_the_same_requests() -> None:
     standings = compare([HoldPolicy(), MiddlePolicy(), CurvePolicy()], scenarios, length=6)
     hold, middle, curve = standings
     assert [row.policy for row in standings] == ["hold", "mid-grid", "curve"]
-    assert (curve.relative, curve.low, curve.high, curve.wins) == (1.0, 1.0, 1.0, 0)
+    assert (curve.relative, curve.typical, curve.low, curve.high, curve.wins) == (1.0, 1.0, 1.0, 1.0, 0)
+    each = [play(HoldPolicy(), item, length=6, seed=n).dollars / play(CurvePolicy(), item, length=6, seed=n).dollars
+            for n, item in enumerate(scenarios)]  # fmt: skip
+    assert hold.typical == pytest.approx(np.prod(each) ** (1 / 3))
     assert hold.relative == pytest.approx(hold.cost / curve.cost)
     for row in (hold, middle):
         assert row.low <= row.relative <= row.high
