@@ -193,22 +193,22 @@ def _call(state: State, starts: Floats, now: float, output_tokens: int, until: f
 
 @njit(cache=True)
 def _sort_hot(state: State) -> None:
-    ints, weight = state.ints, state.weight
-    keys = state.hot[: ints[HOT_KEYS]]
-    if ints[HOT_CHANGES] > _FEW:
-        keys.sort()
-        keys[:] = keys[np.argsort(-weight[keys], kind="mergesort")]
-    else:
-        for place in range(1, len(keys)):
+    """Sort the hot set by (weight descending, key ascending): insertion sort after a few changes, else Shell's."""
+    weight, keys, count = state.weight, state.hot, state.ints[HOT_KEYS]
+    gap = 1
+    while state.ints[HOT_CHANGES] > _FEW and gap < count // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for place in range(gap, count):
             key = keys[place]
-            above = place - 1
-            while above >= 0 and (
-                weight[keys[above]] < weight[key] or (weight[keys[above]] == weight[key] and keys[above] > key)
-            ):
-                keys[above + 1] = keys[above]
-                above -= 1
-            keys[above + 1] = key
-    ints[HOT_CHANGES] = 0
+            heavy = weight[key]
+            above = place - gap
+            while above >= 0 and (weight[keys[above]] < heavy or (weight[keys[above]] == heavy and keys[above] > key)):
+                keys[above + gap] = keys[above]
+                above -= gap
+            keys[above + gap] = key
+        gap //= 3
+    state.ints[HOT_CHANGES] = 0
 
 
 @njit(cache=True)

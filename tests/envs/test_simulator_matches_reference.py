@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envs.simulator import CacheSimulator, SimConfig
-from envs.workloads import Trace
+from envs.workloads import Trace, sessions
 from serving.hotset import WarmupRules
 from serving.keys import mix64
 from serving.knobs import Knobs
@@ -118,3 +118,21 @@ def test_kernel_agrees_with_reference(trace: Trace, config: SimConfig, knobs: Kn
         assert signals.stale_hits == pytest.approx(expected.stale)
         assert signals.upstream_running == pytest.approx(expected.running, abs=1e-9)
         assert signals.upstream_waiting == pytest.approx(expected.waiting, abs=1e-9)
+
+
+def test_a_hot_set_that_changes_much_between_rounds() -> None:
+    # Hundreds of changes per round, and a table that overflows: both ways of sorting and the pruning are met.
+    trace = sessions(1_500, 600, duration=32.0, think_time=1.0, seed=6)
+    rules = WarmupRules(capacity=120, half_life=8.0, min_score=1.1, period=4.0, refreshes_per_second=5.0, burst=20)
+    config = SimConfig(warmup=rules, upstream=UpstreamModel(slots=64), refreshes_inflight=40, ghost_keys=0)
+    knobs = Knobs(60_000, 6.0, 0.8)
+    kernel, reference = CacheSimulator(trace, config, knobs), ReferenceSimulator(trace, config, knobs)
+    refreshed = 0
+    for _ in range(8):
+        signals, expected = kernel.step(4.0).signals, reference.step(4.0)
+        assert kernel.refreshes == expected.refreshes
+        assert signals.evictions == expected.evictions
+        assert signals.latency_sum == pytest.approx(sum(expected.latency))
+        assert (signals.refresh_input_tokens, signals.refresh_output_tokens) == expected.refresh_tokens
+        refreshed += expected.refreshes
+    assert refreshed > 50
