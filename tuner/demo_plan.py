@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from envs.workloads.trace import Trace
+from serving.keys import mix64
 from serving.knobs import Knobs, KnobSpace
 
 HALF_LIFE = 24 * 3600.0
@@ -17,13 +18,15 @@ EXACT_RATE = 66.0
 SEMANTIC_RATE = 20.0
 """Mean requests per second that two busy cores carry beside everything else of the demo; embedding is the dearest part."""
 
-STATIC_MISS_RATIO = 0.5
+HOTTEST = 0.05
+"""Share of a run above which one key is too hot to be part of a sample."""
+
 HEADROOM = 1.5
 MEAN_SERVICE = 0.30
 TTFT_SHARE = 0.25
 CONTENTION = 0.5
-"""The simulated model is sized as an operator would size it: for half the traffic at full contention, with 50 % headroom; a
-request takes 0.3 s when it runs alone, a quarter of it to the first token."""
+"""The simulated model is sized as an operator would size it: for a cache that gets half of the hits there are to get, at full contention,
+with 50 % headroom. A request takes 0.3 s when it runs alone, a quarter of it to the first token."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,10 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
         raise ValueError(f"demo: trace {trace.name}: expected at least two requests at different times, got {len(trace)}")
     if not seconds > 0:
         raise ValueError(f"demo: expected a traffic time > 0 s, got {seconds!r}")
-    rate = EXACT_RATE if trace.kind == "exact" else SEMANTIC_RATE
-    count = min(len(trace), max(2, int(rate * seconds)))
-    part = trace.slice(0, count)
-    if part.duration <= 0:
-        part = trace.slice(0, int(np.searchsorted(trace.time, trace.time[0], side="right")) + 1)
+    part, cut = _cut(trace, seconds)
     compression = part.duration / seconds
     _, first = np.unique(part.key, return_index=True)
+    misses = len(part) - 0.5 * (len(part) - len(first))
     footprint = int(part.size[first].sum()) // 2
     largest = 1 << max(16, math.ceil(math.log2(max(footprint, 2))))
     space = KnobSpace(
@@ -85,11 +85,10 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
         max_ttl=seconds * 2,
         max_warmup=0.5,
     )
-    slots = max(4, math.ceil(count / seconds * STATIC_MISS_RATIO * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM))
+    slots = max(4, math.ceil(misses / seconds * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM))
     tokens = max(1.0, float(part.output_tokens.mean()))
-    cut = "all" if count == len(trace) else f"the first {count:,} of {len(trace):,}"
     note = (
-        f"{cut} requests of {trace.name} ({part.duration / 3600:.1f} h) in {seconds:.0f} s: "
+        f"{cut} of {trace.name} ({part.duration / 3600:.1f} h) in {seconds:.0f} s: "
         f"time runs {compression:,.1f} times faster, memory is priced by the workload's own time. {trace.note}"
     ).strip()
     return DemoPlan(
@@ -104,3 +103,29 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
         tpot=MEAN_SERVICE * (1 - TTFT_SHARE) / tokens,
         note=note,
     )
+
+
+def _cut(trace: Trace, seconds: float) -> tuple[Trace, str]:
+    """Return as many requests as the run carries, and what they are, in words."""
+    count = max(2, int((EXACT_RATE if trace.kind == "exact" else SEMANTIC_RATE) * seconds))
+    if len(trace) <= count:
+        return trace.slice(0, len(trace)), f"all {len(trace):,} requests"
+    if trace.kind == "exact":
+        keys, inverse, uses = np.unique(trace.key, return_inverse=True, return_counts=True)
+        # All requests of a sample of keys keep their reuse, over the trace's whole time (SHARDS, Waldspurger et al., FAST'15);
+        # the first requests would be a cold start. A key that fills the run by itself would leave nothing to sample.
+        hot = uses > HOTTEST * count
+        order = np.argsort(np.array([mix64(int(key)) for key in keys], np.uint64))
+        order = order[~hot[order]]
+        chosen = np.zeros(len(keys), bool)
+        chosen[order[: int(np.searchsorted(np.cumsum(uses[order]), count, side="right"))]] = True
+        part = trace.take(np.flatnonzero(chosen[inverse]))
+        if len(part) >= 2 and part.duration > part.time[0]:
+            words = f"{len(part):,} of {len(trace):,} requests, all those of {chosen.sum():,} of {len(keys):,} keys,"
+            if hot.any():
+                words += f" none of the {hot.sum()} hottest,"
+            return part.slice(0, len(part)), words
+    part = trace.slice(0, count)
+    if part.duration <= 0:
+        part = trace.slice(0, int(np.searchsorted(trace.time, trace.time[0], side="right")) + 1)
+    return part, f"the first {len(part):,} of {len(trace):,} requests"

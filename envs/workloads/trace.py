@@ -70,11 +70,14 @@ class Trace:
 
     def slice(self, start: int, stop: int) -> Trace:
         """Return requests ``start`` to ``stop`` (as in Python), time shifted so that the first is at 0."""
-        rows = np.arange(len(self))[start:stop]
-        time = self.time[rows]
+        part = self.take(np.arange(len(self))[start:stop])
+        return replace(part, time=part.time - (part.time[0] if len(part) else 0.0))
+
+    def take(self, rows: npt.NDArray[np.intp]) -> Trace:
+        """Return the requests at ``rows``, ascending indices or a mask of shape (N,), at their own times."""
         return replace(
             self,
-            time=time - (time[0] if len(time) else 0.0),
+            time=self.time[rows],
             key=self.key[rows],
             size=self.size[rows],
             group=self.group[rows],
