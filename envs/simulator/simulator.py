@@ -46,7 +46,7 @@ class CacheSimulator:
       that arrives meanwhile is a hit. The same holds for refreshes.
     * A semantic trace runs on its exact keys: answers by meaning are not simulated.
     * A latency belongs to the window in which the request arrived.
-    * ``gpu_cache_usage`` is the mean share of busy slots; ``upstream_running`` and ``upstream_waiting`` are means over the window.
+    * ``gpu_cache_usage`` is the mean share of busy slots; ``upstream_running``, ``upstream_waiting`` are means over the window.
     * Refreshes take slots of the upstream like misses, in the order of their start.
 
     Args:
