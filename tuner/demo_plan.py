@@ -25,8 +25,8 @@ HEADROOM = 1.5
 MEAN_SERVICE = 0.30
 TTFT_SHARE = 0.25
 CONTENTION = 0.5
-"""The simulated model is sized as an operator would size it: for a cache that gets half of the hits there are to get, at full contention,
-with 50 % headroom. A request takes 0.3 s when it runs alone, a quarter of it to the first token."""
+"""The simulated model is sized as an operator would size it: for a cache that gets half of the hits there are to get, at full
+contention, with 50 % headroom. A request takes 0.3 s when it runs alone, a quarter of it to the first token."""
 
 
 @dataclass(frozen=True)
