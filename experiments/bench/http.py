@@ -64,14 +64,16 @@ def run(
             systems["litellm"] = (stack.enter_context(_litellm(peer, model.base_url)), "x-litellm-cache-key")
         for name, (url, header) in systems.items():
             _warm(name, url, header)
-        calls = _model_calls(model.metrics_url)
+        asked = dict.fromkeys(systems, 0)
         for number in range(rounds):
             for name, (url, _) in systems.items():
                 say(f"round {number + 1} of {rounds}: {name}")
+                before = _model_calls(model.metrics_url)
                 loads.setdefault(name, []).append(drive(url, _BODY, seconds=turn, connections=connections))
-        if (more := _model_calls(model.metrics_url) - calls) > 0:
-            raise RuntimeError(f"http bench: expected exact hits only, but the model was asked {more:g} times")
-    rows = [_row(name, measured) for name, measured in loads.items()]
+                asked[name] += _model_calls(model.metrics_url) - before
+        if asked["cachepilot"]:
+            raise RuntimeError(f"http bench: expected exact hits only, but the model was asked {asked['cachepilot']} times")
+    rows = [{**_row(name, measured), "model calls": asked[name]} for name, measured in loads.items()]
     rates = {name: statistics.median(load.rate for load in measured) for name, measured in loads.items()}
     note = f"{generator()}, {connections} connections, {rounds} rounds of {turn:g} s each in turn; one replica, one worker."
     note += f" Goal: a ratio of {GOAL:g}."
@@ -107,10 +109,10 @@ def _warm(name: str, url: str, header: str) -> None:
         raise RuntimeError(f"http bench: expected {name} to answer a repeated question from its cache (header {header})")
 
 
-def _model_calls(metrics_url: str) -> float:
+def _model_calls(metrics_url: str) -> int:
     with urllib.request.urlopen(metrics_url, timeout=10.0) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:request_success_total"))
+    return sum(round(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith("vllm:request_success_total"))
 
 
 @contextlib.contextmanager
