@@ -109,7 +109,7 @@ def sessions(
     answers = names // len(_WAYS)
     # One meaning has one answer, however it is asked: its length is a function of the meaning and the seed.
     uniform = mix64_array(answers.astype(np.uint64) ^ np.uint64(seed & 0xFFFFFFFF)) / 2.0**64
-    tokens = np.clip(np.round(40.0 * (1.0 - uniform) ** -0.5), 16, 1024).astype(np.int64)
+    tokens = np.clip(np.round(120.0 * (1.0 - uniform) ** -0.4), 16, 2048).astype(np.int64)
     if text:
         prompts = [_ask(int(name)) for name in names]
         keys = np.array([text_key(prompt) for prompt in prompts], np.uint64)
