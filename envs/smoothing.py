@@ -158,9 +158,16 @@ def cost_at(values: npt.NDArray[np.float64], curve: GhostCurve, knobs: Knobs) ->
 
 
 def _cheapest(costs: npt.NDArray[np.float64]) -> tuple[int, int]:
-    # Rows ascend in size, so the first of equals is the smallest; the tolerance keeps rounding from deciding.
+    """Return the cheapest setting, shape (S, T) in, (row, column) out; of equals the smallest size, then the longest TTL.
+
+    A window cannot tell TTLs apart that are longer than anything in it was old. The longest is then the choice that loses nothing: it
+    does not expire what nothing speaks against.
+    """
+    # The tolerance keeps rounding from deciding.
     least = costs.min()
-    row, column = divmod(int(np.argmax(costs.ravel() <= least + 1e-9 * abs(least))), costs.shape[1])
+    equals = costs <= least + 1e-9 * abs(least)
+    row = int(np.argmax(equals.any(axis=1)))
+    column = costs.shape[1] - 1 - int(np.argmax(equals[row, ::-1]))
     return row, column
 
 

@@ -24,11 +24,11 @@ INDEX = {component.name: i for i, component in enumerate(COMPONENTS)}
 
 
 def curve(best_row: int = 8, requests: float = 300.0, space: KnobSpace = SPACE) -> GhostCurve:
-    """Hits grow with the size up to ``best_row`` and with the TTL up to the middle."""
+    """Hits grow with the size up to ``best_row`` and with the TTL up to the middle; staleness grows with the TTL throughout."""
     rows = np.minimum(np.arange(space.size_steps), best_row) / best_row
     columns = np.minimum(np.arange(space.ttl_steps), space.ttl_steps // 2) / (space.ttl_steps // 2)
     hits = (requests if math.isfinite(requests) else 1.0) * 0.8 * rows[:, None] * columns[None, :]
-    return GhostCurve(space.sizes, space.ttls, hits, 0.01 * hits, requests)
+    return GhostCurve(space.sizes, space.ttls, hits, 0.01 * hits * (1.0 + 0.1 * np.arange(space.ttl_steps)), requests)
 
 
 def window(**changes: Any) -> ArmSignals:
@@ -89,6 +89,14 @@ def test_the_anchor_is_the_cheapest_setting_of_the_grid_and_the_smallest_of_equa
     tied = ObservationBuilder(SPACE, free_memory).build(window(), KNOBS)
     assert tied.anchor is not None
     assert tied.anchor.cache_size == SPACE.sizes[8]  # every larger size has the same hits and, without a price, the same cost
+
+
+def test_of_equal_ttls_the_longest_is_the_anchor() -> None:
+    ghost = curve()
+    nothing_grew_old = replace(ghost, hits=np.repeat(ghost.hits[:, -1:], SPACE.ttl_steps, axis=1), stale_hits=0.0 * ghost.hits)
+    observation = ObservationBuilder(SPACE, PRICES).build(window(ghost=nothing_grew_old), KNOBS)
+    assert observation.anchor is not None
+    assert observation.anchor.ttl == SPACE.max_ttl
 
 
 def test_smoothing_keeps_the_anchor_where_one_odd_window_would_move_it() -> None:
