@@ -7,12 +7,12 @@ other tiers, and what is gone or expired there is removed here when it is met.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from usearch.index import Index
 
 from serving.keys import key64
 
@@ -23,6 +23,12 @@ SEARCH_LIMIT = 512
 
 
 def _new_index(dim: int) -> Any:
+    # The wheel of usearch brings symbols of libstdc++'s regex that do not fit Ray's: loaded first, it makes ray.init() abort the
+    # process ("regex_error: Invalid range in brace expression"). Loaded after Ray's core it does no harm.
+    with suppress(ImportError):
+        import ray._raylet  # noqa: F401
+    from usearch.index import Index
+
     return Index(ndim=dim, metric="cos", dtype="i8")
 
 
