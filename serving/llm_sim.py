@@ -330,7 +330,7 @@ def run(settings: LlmSimSettings, *, on_start: Callable[[str], None] | None = No
 
 
 class LlmSimProcess:
-    """A simulated model in a process of its own, which ends with its owner.
+    """A simulated model in a process of its own, which ends with its owner (on Linux: with the thread that started it).
 
     Use as a context manager::
 
@@ -371,6 +371,7 @@ class LlmSimProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=env,
+            start_new_session=True,  # Ctrl-C on the terminal reaches the owner, which ends it in order
         )
         assert self._process.stdout is not None
         self.base_url = self._process.stdout.readline().decode().strip()
