@@ -194,15 +194,15 @@ def summary(standings: Sequence[Standing]) -> dict[str, Any]:
 def standings_table(standings: Sequence[Standing]) -> Table:
     """Return the standings as a table."""
     table = Table(title=f"held-out scenarios: {standings[0].scenarios}; cost relative to the smoothed curve")
-    for column in ("policy", "$ / 1,000 requests", "hit ratio", "relative", "95 % interval", "typical", "wins"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    for column in ("policy", "$/1,000", "hits", "relative", "95 % interval", "typical", "wins"):
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for row in standings:
         table.add_row(
             row.policy,
             f"{row.cost:.4f}",
             f"{row.hit_ratio:.3f}",
             f"{row.relative:.3f}",
-            f"{row.low:.3f} to {row.high:.3f}",
+            f"{row.low:.3f}-{row.high:.3f}",
             f"{row.typical:.3f}",
             f"{row.wins}/{row.scenarios}",
         )
