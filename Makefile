@@ -51,11 +51,11 @@ $(BIN)/python:
 
 # The lock holds one consistent set for the package and all its extras; as constraints, only what is asked for gets installed.
 $(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
-	$(PIP) install --quiet --constraint requirements.lock --editable .
+	$(PIP) install -qq --constraint requirements.lock --editable .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(PIP) install --quiet --constraint requirements.lock --editable '.[dev]'
+	$(PIP) install -qq --constraint requirements.lock --editable '.[dev]'
 	touch $@
 
 clean:
