@@ -160,8 +160,8 @@ def cost_at(values: npt.NDArray[np.float64], curve: GhostCurve, knobs: Knobs) ->
 def _cheapest(costs: npt.NDArray[np.float64]) -> tuple[int, int]:
     """Return the cheapest setting, shape (S, T) in, (row, column) out; of equals the smallest size, then the longest TTL.
 
-    A window cannot tell TTLs apart that are longer than anything in it was old. The longest is then the choice that loses nothing:
-    it does not expire what nothing speaks against.
+    A window cannot tell TTLs apart that are longer than anything in it was old. The longest then is the choice that loses
+    nothing: it does not expire what nothing speaks against.
     """
     # The tolerance keeps rounding from deciding.
     least = costs.min()
