@@ -354,7 +354,8 @@ class Runtime:
                 metrics.level("cachepilot_evictions_total", arm, tier, total=float(stats.evictions))
         metrics.gauge("cachepilot_knobs_version", value=float(self.version))
         metrics.gauge("cachepilot_upstream_inflight", value=float(self.upstream.inflight))
-        metrics.flush()
+        for _ in metrics.flushing():
+            await asyncio.sleep(0)  # requests go first
         if self._access_log is not None:
             self._access_log.flush()
 
