@@ -63,6 +63,7 @@ class TrainSettings(BaseModel):
     absent: float = Field(default=0.2, ge=0, le=1, description="probability that an episode lacks an optional signal")
     radius: tuple[float, float, float] = RADIUS
     held_out: int = Field(default=32, ge=1, le=10_000, description="scenarios to evaluate on")
+    held_out_seed: int = Field(default=0, ge=0, description="draws them; a set that choices were made by is no longer held out")
     ppo: PPOSettings = PPOSettings()
 
     @model_validator(mode="after")
@@ -163,6 +164,35 @@ def train(settings: TrainSettings, *, console: Console | None = None, command: s
     )
 
 
+def evaluate_again(directory: Path, settings: TrainSettings, *, note: str, console: Console | None = None) -> Path:
+    """Evaluate a saved policy on the settings' held-out scenarios with the code as it is now, and replace that part of its card.
+
+    Args:
+        directory: The artifact.
+        settings: Workload and held-out set; nothing is trained.
+        note: Why, and what the reader of the card has to know of the numbers.
+        console: Where progress and the table go; default: standard error.
+
+    Raises:
+        agents.artifact.ArtifactError: If the artifact cannot be used.
+    """
+    console = console or Console(stderr=True)
+    trained = artifact.load(directory)
+    scale = Scale(interval=settings.interval, intervals=settings.intervals)
+    scenarios = _held_out_scenarios(settings, _makers(settings)[1], scale)
+    standings = evaluate(PPOPolicy(trained), scenarios, settings.intervals[1], console=console)
+    console.print(standings_table(standings))
+    return artifact.save(
+        directory,
+        name=trained.name,
+        network=trained.network,
+        radius=trained.radius,
+        probe=np.asarray(trained.card["probe"]["observation"], np.float32),
+        training=trained.card["training"],
+        evaluation={**summary(standings), "held_out_seed": settings.held_out_seed, "versions": _versions(), "note": note},
+    )
+
+
 def evaluate(policy: PPOPolicy, scenarios: Sequence[Scenario], length: int, *, console: Console | None = None) -> list[Standing]:
     """Compare a trained policy with the baselines on the same scenarios: static, mid-grid, curves."""
     policies: list[Policy] = [HoldPolicy(), MiddlePolicy(), LastCurvePolicy(), CurvePolicy(), *map(OffsetPolicy, OFFSETS), policy]
@@ -225,7 +255,7 @@ def _any_of(makers: Sequence[TraceMaker]) -> TraceMaker:
 def _held_out_scenarios(settings: TrainSettings, maker: TraceMaker, scale: Scale) -> list[Scenario]:
     scenarios = []
     for number in range(settings.held_out):
-        rng = np.random.default_rng([_HELD_OUT, settings.seed, number])
+        rng = np.random.default_rng([_HELD_OUT, settings.held_out_seed, number])
         scenarios.append(scale_to(maker(rng), rng, scale=scale, static_start=1.0))
     return scenarios
 
@@ -273,12 +303,19 @@ def main(arguments: Sequence[str] | None = None, *, run: Callable[..., Path] = t
     parser = argparse.ArgumentParser(prog="python -m experiments.train", description="Train a policy on simulated scenarios.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of training settings")
     parser.add_argument("--output", type=Path, help="folder that the artifact's folder is made in")
+    parser.add_argument(
+        "--evaluate", type=Path, metavar="DIR", help="train nothing: evaluate this artifact again, renew its card"
+    )
+    parser.add_argument("--note", default="", help="with --evaluate: what the card's reader has to know of the numbers")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:
         settings = load_train_settings(options.config)
         if options.output is not None:
             settings = settings.model_copy(update={"output": options.output})
+        if options.evaluate is not None:
+            evaluate_again(options.evaluate, settings, note=options.note, console=console)
+            return 0
         directory = run(settings, console=console, command=f"python -m experiments.train --config {options.config.name}")
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)

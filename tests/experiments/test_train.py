@@ -48,6 +48,20 @@ def test_a_policy_is_trained_evaluated_and_saved(tmp_path: Path) -> None:
     assert "ppo:small" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_an_artifact_is_evaluated_again_without_changing_what_it_does(tmp_path: Path) -> None:
+    settings = TrainSettings(name="again", output=tmp_path, intervals=(4, 5), held_out=1, ppo=TINY)
+    directory = train(settings, console=quiet())
+    before, weights = json.loads((directory / "card.json").read_text()), (directory / "policy.safetensors").read_bytes()
+    config = tmp_path / "again.yaml"
+    config.write_text("name: again\nintervals: [4, 5]\nheld_out: 2\nheld_out_seed: 9\n")
+    assert main(["--config", str(config), "--evaluate", str(directory), "--note", "fresh seeds"]) == 0
+    after = json.loads((directory / "card.json").read_text())
+    assert (directory / "policy.safetensors").read_bytes() == weights
+    assert (after["probe"]["observation"], after["training"]) == (before["probe"]["observation"], before["training"])
+    assert (after["evaluation"]["held_out_scenarios"], after["evaluation"]["held_out_seed"]) == (2, 9)
+    assert after["evaluation"]["note"] == "fresh seeds"
+
+
 def test_training_repeats_from_its_seed(tmp_path: Path) -> None:
     probes = []
     for place in ("one", "two"):
