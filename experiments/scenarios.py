@@ -17,7 +17,14 @@ from serving.knobs import Knobs, KnobSpace
 from serving.latency import UpstreamModel
 
 MEAN_SERVICE = 0.30
-"""Mean seconds of one upstream call with the model at rest."""
+TTFT_SHARE = 0.25
+CONTENTION = 0.5
+HEADROOM = 1.5
+"""A made model takes 0.3 s for a mean request that runs alone, a quarter of it to the first token, half as much again when all
+slots are busy; it is sized with 50 % headroom over the load that it is meant for."""
+
+STATIC_SHARE = 1.0 / 16.0
+"""Share of the static setting's size in the largest."""
 
 TraceMaker = Callable[[np.random.Generator], Trace]
 
@@ -30,19 +37,17 @@ class Scale:
         interval: Seconds between two decisions.
         intervals: Intervals of traffic: shortest and longest.
         half_life_hours: Half-life of an answer's truth, hours of the workload's own time.
-        miss_ratio: The model is sized for this share of the traffic, with 40 % headroom.
+        miss_ratio: The model is sized for this share of the traffic.
         memory_share: What holding the whole footprint costs, as a share of what the upstream tokens of all requests would cost.
         own_memory_price: Probability that memory keeps the price it has, instead of one drawn by ``memory_share``.
-        static_share: Share of the static start's size in the largest size.
     """
 
     interval: float = 5.0
     intervals: tuple[int, int] = (24, 40)
     half_life_hours: tuple[float, float] = (6.0, 96.0)
-    miss_ratio: tuple[float, float] = (0.4, 1.0)
+    miss_ratio: tuple[float, float] = (0.25, 0.7)
     memory_share: tuple[float, float] = (0.01, 1.0)
     own_memory_price: float = 0.5
-    static_share: float = 1.0 / 16.0
 
 
 def scale_to(
@@ -69,24 +74,52 @@ def scale_to(
     seconds = scale.interval * int(rng.integers(scale.intervals[0], scale.intervals[1] + 1))
     compression = trace.duration / seconds
     _, first = np.unique(trace.key, return_index=True)
-    largest = 1 << max(16, math.ceil(math.log2(max(int(trace.size[first].sum()), 2))))
-    space = KnobSpace(min_size=largest >> 8, max_size=largest, min_ttl=seconds / 100, max_ttl=seconds * 2, max_warmup=0.5)
-    rate = len(trace) / seconds
-    slots = max(2, math.ceil(rate * _log_uniform(rng, *scale.miss_ratio) * MEAN_SERVICE * 1.4))
-    tokens = max(1.0, float(trace.output_tokens.mean()))
+    space = space_for(int(trace.size[first].sum()), seconds)
+    misses_per_second = len(trace) / seconds * _log_uniform(rng, *scale.miss_ratio)
     prices = replace(prices or Prices(), time_scale=compression)
     share, keep = _log_uniform(rng, *scale.memory_share), rng.random() < scale.own_memory_price
     if not keep:
         spent = 1e-6 * (int(trace.input_tokens.sum()) * prices.input_mtok + int(trace.output_tokens.sum()) * prices.output_mtok)
-        prices = replace(prices, memory_gib_hour=share * spent / (largest / GIB * trace.duration / 3600.0))
+        prices = replace(prices, memory_gib_hour=share * spent / (space.max_size / GIB * trace.duration / 3600.0))
     config = SimConfig(
         space=space,
-        upstream=UpstreamModel(slots=slots, ttft=0.25 * MEAN_SERVICE, tpot=0.75 * MEAN_SERVICE / tokens),
+        upstream=model_for(misses_per_second, float(trace.output_tokens.mean())),
         staleness_half_life=3600.0 * _log_uniform(rng, *scale.half_life_hours) / compression,
         prices=prices,
     )
-    static = Knobs(max(int(largest * scale.static_share), space.min_size), space.max_ttl, 0.0)
-    return Scenario(trace.compress(compression), config, scale.interval, static if rng.random() < static_start else None)
+    start = static_knobs(space) if rng.random() < static_start else None
+    return Scenario(trace.compress(compression), config, scale.interval, start)
+
+
+def space_for(footprint: int, seconds: float) -> KnobSpace:
+    """Return a knob space of a workload's scale: up to all its bytes (to the next power of two) and down to 1/256 of them.
+
+    Args:
+        footprint: Bytes of all distinct entries.
+        seconds: Length of the run; the TTL spans 1/100 to twice of it.
+    """
+    largest = 1 << max(16, math.ceil(math.log2(max(footprint, 2))))
+    return KnobSpace(min_size=largest >> 8, max_size=largest, min_ttl=seconds / 100, max_ttl=seconds * 2, max_warmup=0.5)
+
+
+def static_knobs(space: KnobSpace) -> Knobs:
+    """Return the static LRU that tuning is compared with: 1/16 of the largest size, and nothing expires within the run."""
+    return Knobs(max(int(space.max_size * STATIC_SHARE), space.min_size), space.max_ttl, 0.0)
+
+
+def model_for(misses_per_second: float, output_tokens: float) -> UpstreamModel:
+    """Return a model that an operator would put behind so many misses per second.
+
+    Args:
+        misses_per_second: The load it is meant for.
+        output_tokens: Completion tokens of a mean answer.
+    """
+    return UpstreamModel(
+        slots=max(2, math.ceil(misses_per_second * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM)),
+        ttft=MEAN_SERVICE * TTFT_SHARE,
+        tpot=MEAN_SERVICE * (1 - TTFT_SHARE) / max(1.0, output_tokens),
+        contention=CONTENTION,
+    )
 
 
 def session_trace(rng: np.random.Generator) -> Trace:
@@ -117,17 +150,7 @@ def one_arm(trace: Trace, salt: int, share: float = 0.5) -> Trace:
     """
     keys, inverse = np.unique(trace.key, return_inverse=True)
     chosen = np.array([mix64(int(key) ^ mix64(salt)) < share * 2.0**64 for key in keys], bool)
-    rows = np.flatnonzero(chosen[inverse])
-    return replace(
-        trace,
-        time=trace.time[rows],
-        key=trace.key[rows],
-        size=trace.size[rows],
-        group=trace.group[rows],
-        input_tokens=trace.input_tokens[rows],
-        output_tokens=trace.output_tokens[rows],
-        prompt_id=trace.prompt_id[rows],
-    )
+    return trace.take(np.flatnonzero(chosen[inverse]))
 
 
 def stretches(trace: Trace, *, requests: tuple[int, int], within: tuple[float, float]) -> TraceMaker:

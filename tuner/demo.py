@@ -10,7 +10,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ from serving.settings import (
     UpstreamSettings,
 )
 from tuner.config import Settings
-from tuner.demo_plan import CONTENTION, DemoPlan, plan
+from tuner.demo_plan import DemoPlan, plan
 from tuner.errors import CommandError
 from tuner.guard import GuardLimits
 from tuner.loop import Interval, LoopSettings, Tuner
@@ -157,7 +157,7 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
         view.stage("starting Redis")
         redis = stack.enter_context(RedisServer())
         view.stage("starting the simulated model")
-        sized = LlmSimSettings(port=0, slots=planned.slots, ttft=planned.ttft, tpot=planned.tpot, contention=CONTENTION)
+        sized = LlmSimSettings(port=0, **asdict(planned.model))
         model = stack.enter_context(LlmSimProcess(sized))
         view.stage("starting the gateway on Ray Serve")
         gateway_settings = _gateway_settings(planned, redis.url, model.base_url, options)

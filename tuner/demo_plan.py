@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from envs.workloads.trace import Trace
+from experiments.scenarios import model_for, space_for, static_knobs
 from serving.keys import mix64
 from serving.knobs import Knobs, KnobSpace
+from serving.latency import UpstreamModel
 
 HALF_LIFE = 24 * 3600.0
 """Assumed half-life of an answer's truth, in the workload's own seconds."""
@@ -20,13 +21,6 @@ SEMANTIC_RATE = 20.0
 
 HOTTEST = 0.05
 """Share of a run above which one key is too hot to be part of a sample."""
-
-HEADROOM = 1.5
-MEAN_SERVICE = 0.30
-TTFT_SHARE = 0.25
-CONTENTION = 0.5
-"""The simulated model is sized as an operator would size it: for a cache that gets half of the hits there are to get, at full
-contention, with 50 % headroom. A request takes 0.3 s when it runs alone, a quarter of it to the first token."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,7 @@ class DemoPlan:
         space: Knob space, scaled to the slice's footprint and length.
         static: Knobs of the static-LRU arm, and of the tuned arm at the start: 1/16 of the footprint, no expiry within the run.
         staleness_half_life: Half-life of an answer's truth in seconds of the run.
-        slots: Parallel requests of the simulated model.
-        ttft: Its time to the first token, seconds.
-        tpot: Its time per output token of a request that runs alone, seconds.
+        model: The simulated model, sized as an operator would: for a cache that gets half of the hits there are to get.
         note: What was cut and compressed, in words.
     """
 
@@ -52,9 +44,7 @@ class DemoPlan:
     space: KnobSpace
     static: Knobs
     staleness_half_life: float
-    slots: int
-    ttft: float
-    tpot: float
+    model: UpstreamModel
     note: str
 
 
@@ -77,16 +67,8 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
     _, first = np.unique(part.key, return_index=True)
     misses = len(part) - 0.5 * (len(part) - len(first))
     footprint = int(part.size[first].sum()) // 2
-    largest = 1 << max(16, math.ceil(math.log2(max(footprint, 2))))
-    space = KnobSpace(
-        min_size=largest >> 8,
-        max_size=largest,
-        min_ttl=seconds / 100,
-        max_ttl=seconds * 2,
-        max_warmup=0.5,
-    )
-    slots = max(4, math.ceil(misses / seconds * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM))
-    tokens = max(1.0, float(part.output_tokens.mean()))
+    space = space_for(footprint, seconds)
+    model = model_for(misses / seconds, float(part.output_tokens.mean()))
     note = (
         f"{cut} of {trace.name} ({part.duration / 3600:.1f} h) in {seconds:.0f} s: "
         f"time runs {compression:,.1f} times faster, memory is priced by the workload's own time. {trace.note}"
@@ -96,11 +78,9 @@ def plan(trace: Trace, seconds: float) -> DemoPlan:
         compression=compression,
         seconds=seconds,
         space=space,
-        static=Knobs(largest >> 4, space.max_ttl, 0.0),
+        static=static_knobs(space),
         staleness_half_life=HALF_LIFE / compression,
-        slots=slots,
-        ttft=MEAN_SERVICE * TTFT_SHARE,
-        tpot=MEAN_SERVICE * (1 - TTFT_SHARE) / tokens,
+        model=model,
         note=note,
     )
 

@@ -46,8 +46,9 @@ def test_the_largest_size_holds_one_arms_share_of_everything() -> None:
 
 def test_the_model_carries_the_misses_it_was_sized_for_at_full_contention() -> None:
     planned = plan(made(3000, 1.0), 60.0)
-    service = (planned.ttft + 100 * planned.tpot) * 1.5
-    assert planned.slots / service > 0.5 * len(planned.trace) / planned.seconds, "half of the hits would not be enough"
+    model = planned.model
+    service = model.ttft + 100 * model.tpot * (1 + model.contention)
+    assert model.slots / service > 0.5 * len(planned.trace) / planned.seconds, "half of the hits would not be enough"
 
 
 def test_semantic_traffic_is_slower_since_embedding_is_dear() -> None:
