@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +49,8 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
         trace: The workload.
         config: The simulator's settings; the tiers get the same.
         schedule: Stages in order; the first needs knobs.
-        store: The shared tier, e.g. a :class:`serving.tiers.redis.RedisTier` with deadlines long enough never to miss. With one
-            connection the order of refreshes is the simulator's. It is closed at the end.
+        store: The shared tier, e.g. a :class:`serving.tiers.redis.RedisTier` whose deadlines and touch interval are longer than
+            the replay: they go by the wall clock, all else by the trace's. It is closed at the end.
 
     Returns:
         One row per window: ``window``, ``at`` (seconds), ``requests``, and for each of ``hit_ratio``, ``memory``, ``redis`` (hit
@@ -114,6 +115,7 @@ class _LiveTiers:
         self._tick_at = 0.0
         self._last: dict[int, int] = {}
         self._refreshes = 0
+        self._answers = asyncio.Lock()
         self.start = 0
 
     async def evictions(self) -> int:
@@ -163,7 +165,11 @@ class _LiveTiers:
     async def _refresh(self, arm: str, request: Remembered) -> None:
         key = int.from_bytes(request.fingerprint.key[:8], "big")
         self._refreshes += 1
-        await self.cache.put(arm, self._entry(key, self._last[key], self._tick_at), now=self._tick_at)
+        # The warmer starts the refreshes of a round in the plan's order and lets them run side by side: at a gateway they are
+        # stored, and so ranked by recency, in the order in which the model answers. A model that answers at once does so in the
+        # order in which it was asked; without the lock (it is fair) the order would be that in which tasks get a connection.
+        async with self._answers:
+            await self.cache.put(arm, self._entry(key, self._last[key], self._tick_at), now=self._tick_at)
 
     def _entry(self, key: int, row: int, now: float) -> Entry:
         return Entry(_fingerprint(key).key, bytes(int(self._trace.size[row]) - KEY_BYTES), now)

@@ -260,11 +260,16 @@ def _tick(state: State, unit: Floats, starts: Floats, now: float, until: float) 
             low = middle + 1
         else:
             high = middle
-    for place in range(math.ceil(params[WARMUP] * low)):
+    # What is live is asked once for the whole plan, before anything is refreshed, as the gateway does: a planned entry that a
+    # refresh of this round evicts waits for the next round.
+    due, found = np.empty(math.ceil(params[WARMUP] * low), np.int64), 0
+    for place in range(len(due)):
         key = state.hot[place]
         life = params[TTL] * (1.0 - params[JITTER] * unit[key]) * (1.0 - params[REFRESH_AHEAD])
-        if entry[key, STORE_SIZE] > 0 and now - state.written[key] <= life:
-            continue
+        if entry[key, STORE_SIZE] == 0 or now - state.written[key] > life:
+            due[found] = key
+            found += 1
+    for key in due[:found]:
         free = state.refreshing.argmin()
         if floats[BUCKET] < _TOKEN or state.refreshing[free] > now:
             return

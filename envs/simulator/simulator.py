@@ -42,8 +42,7 @@ class CacheSimulator:
     each other. Simplifications, all on purpose:
 
     * An answer is in the cache from the moment of the miss on (the gateway writes it when the upstream has answered), so a
-      request
-      that arrives meanwhile is a hit. The same holds for refreshes.
+      request that arrives meanwhile is a hit. The same holds for refreshes, which so rank by recency in the plan's order.
     * A semantic trace runs on its exact keys: answers by meaning are not simulated.
     * A latency belongs to the window in which the request arrived.
     * ``gpu_cache_usage`` is the mean share of busy slots; ``upstream_running``, ``upstream_waiting`` are means over the window.

@@ -74,5 +74,5 @@ def _schedule(workload: Trace) -> list[Stage]:
 
 
 async def _both(workload: Trace, schedule: list[Stage], url: str) -> pd.DataFrame:
-    store = RedisTier(url, "fidelity", read_deadline=30.0, write_deadline=30.0, max_connections=1)
+    store = RedisTier(url, "fidelity", read_deadline=30.0, write_deadline=30.0, touch_interval=3600.0)
     return await compare(workload, SimConfig(space=KnobSpace(), ttl_jitter=0.1), schedule, store)

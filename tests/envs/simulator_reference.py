@@ -102,9 +102,9 @@ class ReferenceSimulator:
 
     def tick(self, now: float) -> None:
         rules = self.config.warmup
-        for key in self.hot.plan(self.knobs.warmup_ratio, now):
-            if self.live(key, now, rules.refresh_ahead):
-                continue
+        # Asked for the whole plan first: a refresh may evict a planned entry, which then waits for the next round.
+        plan = self.hot.plan(self.knobs.warmup_ratio, now)
+        for key in [key for key in plan if not self.live(key, now, rules.refresh_ahead)]:
             self.refresh_ends = [end for end in self.refresh_ends if end > now]
             if not self.bucket.available(now) or len(self.refresh_ends) >= self.config.refreshes_inflight:
                 return
