@@ -24,10 +24,16 @@ from envs.sources import (
 )
 
 
+HOLDS_BACK = 120.0
+"""Seconds without a new sample after which a target no longer holds the others back: two of Prometheus' default intervals."""
+
+
 class PrometheusSource:
     """A :class:`~envs.sources.SignalSource` that asks PromQL of a Prometheus server.
 
-    All queries between two refreshes are evaluated at one instant of the server's own clock.
+    All queries between two refreshes are evaluated at one instant: that of the newest scrape of the gateway's metrics that is
+    complete. A sample carries the time at which its scrape began, but is there only when the scrape has ended: at the server's
+    present time one query could miss a scrape that the next one sees, and a ratio of the two would be wrong.
 
     Args:
         url: The server's address, such as ``http://127.0.0.1:9090``.
@@ -44,7 +50,7 @@ class PrometheusSource:
         self.url = url.rstrip("/")
         self._prefix = prefix
         self._selector = dict(selector)
-        self._at = math.nan
+        self._now = self._at = math.nan
         # No retries: the tuner holds its knobs and asks again in the next interval; sleeping here would only make it late.
         self._client = PrometheusConnect(url=self.url, retry=Retry(total=0), timeout=timeout)
         self.refresh()
@@ -56,12 +62,17 @@ class PrometheusSource:
         self.close()
 
     def refresh(self) -> None:
-        """Pin the time of evaluation to the server's present time."""
+        """Pin the time of evaluation to the newest instant to which every target of the gateway has been scraped."""
         result = self._call("the query time()", lambda: self._client.custom_query("time()"))
         try:
-            self._at = float(result[1])
+            self._now = self._at = float(result[1])
         except (LookupError, TypeError, ValueError) as error:
             raise self._unavailable("the query time()", f"unexpected answer {result!r}") from error
+        # Not `up`: targets that have nothing to do with the gateway may be scraped much more rarely.
+        series = self._series("cachepilot_requests_total", NO_LABELS)
+        by_target = ("job", "instance")
+        newest = self._groups(f"max{_by(by_target)} (timestamp({series}))", by_target)
+        self._at = min((at for at in newest.values() if at > self._now - HOLDS_BACK), default=self._now)
 
     def increase(self, metric: str, *, by: tuple[str, ...] = (), where: Mapping[str, str] = NO_LABELS, window: float) -> Groups:
         """Return ``sum by (...) (increase(metric{...}[window]))``."""
@@ -89,9 +100,19 @@ class PrometheusSource:
         """Return seconds since the newest sample of a metric, alive or gone; inf if none is remembered."""
         series = self._series(metric, where)
         newest = self._groups(f"max(timestamp({series}))", ())
-        if not newest:  # its targets are gone: look back for when they were last there
-            newest = self._groups(f"max(max_over_time(timestamp({series})[{_duration(MEMORY)}:1s]))", ())
-        return max(0.0, self._at - newest[()]) if newest else math.inf
+        return max(0.0, self._now - (newest[()] if newest else self._gone_since(series)))
+
+    def _gone_since(self, series: str) -> float:
+        """Return the time of the newest sample of series that are no longer there; -inf if none is remembered.
+
+        First the second that it lies in, since the server counts samples and sends one number; then that second's own samples.
+        Whole seconds leave no gap between them, however short a series' life was, but end before the time of evaluation does.
+        """
+        second = f"timestamp(count_over_time({series}[1s]))"
+        ends = self._groups(f"max(max_over_time({second}[{_duration(MEMORY)}:1s]))", ())
+        back = self._at - ends.get((), math.floor(self._at)) + 1.0
+        found = self._ask(f"{series}[{_duration(back)}]")
+        return max((float(at) for row in found for at, _ in row["values"]), default=-math.inf)
 
     def targets(self) -> list[TargetHealth]:
         """Return the server's active scrape targets."""
@@ -100,7 +121,7 @@ class PrometheusSource:
         for target in answer["activeTargets"]:
             series = f"up{{{_matchers({k: target['labels'][k] for k in ('job', 'instance')})}}} == 1"
             seen = self._groups(f"max_over_time(timestamp({series})[{_duration(MEMORY)}:1s])", ())
-            age = max(0.0, self._at - max(seen.values())) if seen else math.inf
+            age = max(0.0, self._now - max(seen.values())) if seen else math.inf
             found.append(TargetHealth(target["scrapeUrl"], target["health"] == "up", age, target["lastError"]))
         return found
 
@@ -114,8 +135,10 @@ class PrometheusSource:
         return f"{name}{{{_matchers({**own, **where})}}}"
 
     def _groups(self, query: str, by: tuple[str, ...]) -> Groups:
-        result = self._call(f"the query {query}", lambda: self._client.custom_query(query, params={"time": f"{self._at:.3f}"}))
-        return {tuple(row["metric"].get(label, "") for label in by): float(row["value"][1]) for row in result}
+        return {tuple(row["metric"].get(label, "") for label in by): float(row["value"][1]) for row in self._ask(query)}
+
+    def _ask(self, query: str) -> Any:
+        return self._call(f"the query {query}", lambda: self._client.custom_query(query, params={"time": f"{self._at:.3f}"}))
 
     def _call(self, what: str, ask: Callable[[], Any]) -> Any:
         try:

@@ -21,7 +21,10 @@ RAY_LABELS = {
 
 
 class Exporter:
-    """Serves counters, gauges and histograms on a free loopback port, and can be killed."""
+    """Serves counters, gauges and histograms on a free loopback port, and can be killed.
+
+    While :attr:`gate` is not set a scrape that has arrived (:attr:`arrived` counts them) is not answered.
+    """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         self._labels = dict(labels or {})
@@ -29,10 +32,15 @@ class Exporter:
         self._lock = threading.Lock()
         self.noise = ""
         self.scrapes = 0
+        self.arrived = 0
+        self.gate = threading.Event()
+        self.gate.set()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                owner.arrived += 1
+                owner.gate.wait()
                 body = owner.text().encode()
                 owner.scrapes += 1
                 self.send_response(200)
@@ -97,6 +105,7 @@ class Exporter:
     def kill(self) -> None:
         if self._alive:
             self._alive = False
+            self.gate.set()
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
