@@ -298,6 +298,11 @@ def _advance(progress: Progress, task: TaskID, steps: int, total: int, note: str
         progress.console.print(f"training: {steps:,} of {total:,} steps, {note}")
 
 
+def _told(path: Path) -> str:
+    """Return a path as a card may tell it: as it was given, but nothing of the machine's own folders."""
+    return path.name if path.is_absolute() else path.as_posix()
+
+
 def main(arguments: Sequence[str] | None = None, *, run: Callable[..., Path] = train) -> int:
     """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.train", description="Train a policy on simulated scenarios.")
@@ -316,7 +321,7 @@ def main(arguments: Sequence[str] | None = None, *, run: Callable[..., Path] = t
         if options.evaluate is not None:
             evaluate_again(options.evaluate, settings, note=options.note, console=console)
             return 0
-        directory = run(settings, console=console, command=f"python -m experiments.train --config {options.config.name}")
+        directory = run(settings, console=console, command=f"python -m experiments.train --config {_told(options.config)}")
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 2
