@@ -80,7 +80,8 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         prices: The prices.
         initial: Knobs of the arm at every reset; None: those that are in force.
         interval: Seconds between two decisions.
-        window: Seconds of signals per decision; None: the interval. See :func:`envs.sources.window_for`.
+        window: Seconds of signals per decision; None: the interval. See :func:`envs.sources.window_for`. Longer by as much as a
+            wait takes longer than the interval.
         episode_length: Steps of an episode; None for no end.
         replicas: Fewest replicas that must report a version before a change counts as in force.
         confirm_timeout: Seconds that the replicas have to report it.
@@ -220,9 +221,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         predicted = self._predict(signals, reference)
         reward = 0.0
         if not (math.isfinite(cost.total) and math.isfinite(predicted)):
-            fault = (
-                fault or "the window could not be priced: it had no requests, or signals are missing, or no miss was ever seen"
-            )
+            fault = fault or f"the window could not be priced: {_unpriced(signals, cost)}"
         elif not fault:
             reward = self._reward(cost.total, predicted, signals.requests)
         self._steps += 1
@@ -254,22 +253,30 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
 
     def _observe(self, knobs: Knobs) -> tuple[ArmSignals, str]:
         """Wait for an interval to pass and read it; without a source the signals are missing, not old."""
+        began = self._clock()
         self._wait(self._interval)
-        now = self._clock()
+        fault = ""
         try:
             self._source.refresh()
-            signals = read_signals(
-                self._source,
-                self._arm,
-                window=self._window,
-                now=now,
-                knobs=knobs,
-                space=self._space,
-                prices=self._prices,
-            )
-            return signals, ""
         except SourceUnavailable as error:
-            return ArmSignals(self._arm, now, self._window), str(error)
+            fault = str(error)
+        now = self._clock()
+        # A wait or a scrape that took longer than it should (a loaded machine) must not push the beginning out of the window.
+        window = self._window + max(0.0, now - began - self._interval)
+        if not fault:
+            try:
+                return read_signals(
+                    self._source,
+                    self._arm,
+                    window=window,
+                    now=now,
+                    knobs=knobs,
+                    space=self._space,
+                    prices=self._prices,
+                ), ""
+            except SourceUnavailable as error:
+                fault = str(error)
+        return ArmSignals(self._arm, now, window), fault
 
     def _put(self, knobs: Knobs) -> Applied:
         """Write the knobs and wait for the replicas; where that fails the gateway stays on what it has."""
@@ -326,6 +333,18 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
             "expected": self._applied.expected,
             "fault": fault,
         }
+
+
+def _unpriced(signals: ArmSignals, cost: Cost) -> str:
+    """Say what a window lacks for it, or its reference, to have a price."""
+    if not signals.requests > 0:
+        return "requests were not exported" if math.isnan(signals.requests) else f"no requests in {signals.window:g} s"
+    missing = [name for name, value in cost.to_dict().items() if not math.isfinite(value) and name != "total"]
+    if missing:
+        return f"signals are missing for the cost of {', '.join(missing)}"
+    if signals.ghost is None or not signals.ghost.requests > 0:
+        return "the ghost curve is missing or had no requests; expected ghost.enabled and the same grid in the gateway"
+    return "no miss was ever seen, so its price is not known"
 
 
 class _LoopThread:

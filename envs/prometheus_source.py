@@ -23,7 +23,6 @@ from envs.sources import (
     exported_name,
 )
 
-
 HOLDS_BACK = 120.0
 """Seconds without a new sample after which a target no longer holds the others back: two of Prometheus' default intervals."""
 

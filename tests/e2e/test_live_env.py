@@ -29,6 +29,7 @@ pytestmark = pytest.mark.e2e
 ARM = "treatment"
 START = Knobs(2 << 20, 600.0)
 INTERVAL = 4.0
+DEADLINE = 60.0
 
 
 def stored(stack: Stack) -> DesiredState:
@@ -46,21 +47,50 @@ def stored(stack: Stack) -> DesiredState:
 
 @pytest.fixture
 def env(stack: Stack) -> Iterator[gym.Env[Any, Any]]:
-    questions = itertools.cycle([stack.question(ARM) for _ in range(15)])
+    known = itertools.cycle([stack.question(ARM) for _ in range(15)])
+    sources: list[ScrapeSource] = []
+
+    def open_source() -> ScrapeSource:
+        targets = [*stack.gateway.metrics_targets(), stack.model.metrics_url]
+        sources.append(ScrapeSource(targets, scrape_interval=0.5, timeout=DEADLINE))
+        return sources[-1]
+
+    def counted() -> dict[str, float]:
+        """What the environment's own source has seen of everything without which a window has no price."""
+        sources[-1].refresh()
+        outcomes = sources[-1].latest("cachepilot_requests_total", by=("outcome",), where={"arm": ARM})
+        ghost = sources[-1].latest("cachepilot_ghost_requests_total", where={"arm": ARM})
+        return {
+            **{outcome: value for (outcome,), value in outcomes.items() if outcome in ("hit", "miss")},
+            **({"ghost": ghost[()]} if ghost else {}),
+        }
 
     def wait(seconds: float) -> None:
-        """Let time pass, with users who ask meanwhile."""
-        end = time.monotonic() + seconds
+        """Let time pass, with users who ask meanwhile, until what they did has come out of the far end of the exporters.
+
+        Replicas gather, report and are scraped once a second each; on a loaded machine that chain is longer than the interval.
+        """
         if seconds < INTERVAL:
             time.sleep(seconds)
             return
+        began = time.monotonic()
+        before: dict[str, float] = {}
         with ThreadPoolExecutor(2) as users:
-            while time.monotonic() < end:
-                assert all(reply.status == 200 for reply in users.map(stack.ask, itertools.islice(questions, 4)))
+            while True:
+                asked = [*itertools.islice(known, 4), stack.question(ARM)]
+                assert all(reply.status == 200 for reply in users.map(stack.ask, asked))
+                waited = time.monotonic() - began
+                if waited > seconds / 2 and len(before) < 3:
+                    before = counted()
+                elif waited > seconds:
+                    now = counted()
+                    if all(now.get(name, 0.0) > value for name, value in before.items()):
+                        return
+                assert waited < DEADLINE, f"waited {DEADLINE} s for {before} to grow"
 
     env = gym.make(
         "CacheTuningLive-v0",
-        open_source=lambda: ScrapeSource([*stack.gateway.metrics_targets(), stack.model.metrics_url], scrape_interval=0.5),
+        open_source=open_source,
         open_store=lambda: RedisConfigStore(stack.redis.url, stack.settings.namespace),
         arm=ARM,
         space=stack.settings.space.space(),

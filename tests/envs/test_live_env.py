@@ -42,6 +42,7 @@ class Stage:
         self.requests = 300
         self.keys = 400
         self.watching = True
+        self.late = 0.0
         self.source: ScrapeSource
         self.made: list[gym.Env[Any, Any]] = []
 
@@ -59,6 +60,7 @@ class Stage:
             self.gateway.run(seconds / SCRAPES, self.requests // SCRAPES, keys=self.keys)
             with contextlib.suppress(SourceUnavailable):
                 self.source.refresh()
+        self.gateway.now += self.late
 
     def settings(self, **changes: Any) -> dict[str, Any]:
         return {
@@ -237,7 +239,29 @@ def test_a_window_without_requests_cannot_be_priced(stage: Stage) -> None:
     stage.requests = 0
     _, reward, _, _, info = env.step(HOLD)
     assert reward == 0.0
-    assert "could not be priced" in info["fault"]
+    assert f"could not be priced: no requests in {INTERVAL:g} s" in info["fault"]
+
+
+def test_a_window_without_a_curve_cannot_be_priced_and_says_so(stage: Stage) -> None:
+    env = stage.make()
+    env.reset(seed=1)
+    another = KnobSpace(min_size=9_000, max_size=512_000, min_ttl=30.0, max_ttl=3000.0, size_steps=7, ttl_steps=3)
+    env.unwrapped._space = another  # type: ignore[attr-defined]
+    _, reward, _, _, info = env.step(HOLD)
+    assert reward == 0.0
+    assert "could not be priced: the ghost curve is missing" in info["fault"]
+
+
+def test_a_wait_that_takes_longer_than_the_interval_loses_nothing_of_it(stage: Stage) -> None:
+    env = stage.make()
+    env.reset(seed=1)
+    stage.late = INTERVAL
+    _, _, _, _, info = env.step(HOLD)
+    assert info["fault"] == ""
+    signals = env.unwrapped.observation.signals  # type: ignore[attr-defined]
+    assert signals.window == pytest.approx(2 * INTERVAL)
+    # The traffic was in the first half of it; one scrape of eleven is what the extrapolation may add.
+    assert info["requests"] == pytest.approx(stage.requests, rel=1.1 / SCRAPES)
 
 
 def test_episodes_are_truncated_never_terminated(stage: Stage) -> None:
