@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from prometheus_api_client import PrometheusConnect
 
 from envs.live_signals import read_signals
 from envs.objective import Prices
@@ -29,11 +30,26 @@ SAMPLES = 12
 TOLERANCE = 2 * 1.1 / (SAMPLES - 1)
 """Counters that ran before are extrapolated at both edges, each by at most 1.1 of so many intervals."""
 QUIET = 2.5
-"""Ray's replicas report once a second: counters that stood still for longer have everything."""
+"""Replicas gather for a second, Ray reports once a second: counters that all stood still for longer have everything."""
 DEADLINE = 40.0
 ASKED = {"control": (12, 3), "treatment": (20, 2)}
 """Distinct questions, and how often each is asked: the first time is a miss."""
+WARM = (21, 3)
+"""The same of the traffic before: it lifts every series above 0, below which nothing is extrapolated. An odd number of questions,
+so that replicas that take turns get each other's."""
 KNOBS = Knobs(1 << 20, 600.0)
+COUNTERS = {
+    "cachepilot_requests_total": ("arm", "outcome"),
+    "cachepilot_cacheable_lookups_total": ("arm",),
+    "cachepilot_hits_total": ("arm", "tier"),
+    "cachepilot_latency_seconds_total": ("arm",),
+    "cachepilot_request_latency_seconds_count": ("arm",),
+    "cachepilot_upstream_tokens_total": ("arm", "kind"),
+    "cachepilot_ghost_requests_total": ("arm",),
+}
+"""Everything that must stand still at a window's edges, with the labels that are told apart."""
+
+Counted = dict[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
@@ -46,9 +62,34 @@ class Reading:
     kinds: tuple[str, ...] = ("scrape", "prometheus")
 
 
-def counted(source: SignalSource) -> dict[tuple[str, ...], float]:
+def counted(source: SignalSource) -> Counted:
+    """Refresh the source and read the counters, and the model's gauge, of which a failed scrape would leave none."""
     source.refresh()
-    return source.latest("cachepilot_requests_total", by=("arm", "outcome"))
+    found = {
+        (metric, *labels): round(value, 6)
+        for metric, by in COUNTERS.items()
+        for labels, value in source.latest(metric, by=by).items()
+    }
+    return {**found, **{("model", *none): value for none, value in source.latest("vllm:num_requests_running").items()}}
+
+
+def expected(before: Counted, asked: dict[str, tuple[int, int]]) -> Counted:
+    """The counters of requests after each arm was asked so many distinct questions so often."""
+    grown: Counted = {}
+    for arm, (distinct, times) in asked.items():
+        grown["cachepilot_requests_total", arm, "miss"] = distinct
+        grown["cachepilot_requests_total", arm, "hit"] = distinct * (times - 1)
+        grown["cachepilot_cacheable_lookups_total", arm] = distinct * times
+        grown["cachepilot_request_latency_seconds_count", arm] = distinct * times
+    return {key: before.get(key, 0.0) + value for key, value in grown.items()}
+
+
+def ask(stack: Stack, what: dict[str, tuple[int, int]]) -> None:
+    for arm, (distinct, times) in what.items():
+        questions = [stack.question(arm) for _ in range(distinct)]
+        for _ in range(times):
+            for question in questions:
+                assert stack.ask(question).status == 200
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -80,38 +121,55 @@ def reading(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "prometheus": opened.enter_context(PrometheusSource(url, timeout=DEADLINE)),
         }
         everyone = tuple(sources.values())
-        arms = {(arm, outcome) for arm in ASKED for outcome in ("hit", "miss")}
+        arms = {("cachepilot_requests_total", arm, outcome) for arm in ASKED for outcome in ("hit", "miss")}
         wait_for(lambda: all(arms <= set(counted(source)) for source in everyone), "every counter to be there from 0 on")
+
+        def rest() -> Counted:
+            """Wait until neither source has seen anything move for a while; return what it stands at."""
+            seen: list[Counted] = []
+            changed = time.monotonic()
+
+            def still() -> bool:
+                nonlocal seen, changed
+                now = [counted(source) for source in everyone]
+                if now != seen or now[0] != pytest.approx(now[1], abs=1e-5):
+                    seen, changed = now, time.monotonic()
+                return time.monotonic() - changed > QUIET
+
+            wait_for(still, "traffic to be counted")
+            return seen[0]
+
+        def arrive(total: Counted) -> None:
+            wait_for(lambda: all(total.items() <= counted(source).items() for source in everyone), f"the counters to be {total}")
+
         # A histogram's series appear with their first observation, which is then lost to increase(): let that be another one.
-        for arm in ASKED:
-            for question in [stack.question(arm) for _ in range(10)] * 3:
-                assert stack.ask(question).status == 200
-        seen: dict[tuple[str, ...], float] = {}
-        changed = time.monotonic()
-
-        def still() -> bool:
-            nonlocal seen, changed
-            now = counted(everyone[0])
-            if now != seen or now != counted(everyone[1]):
-                seen, changed = now, time.monotonic()
-            return time.monotonic() - changed > QUIET
-
-        wait_for(still, "earlier traffic to be counted")
-        before = counted(everyone[0])
+        warm = dict.fromkeys(ASKED, WARM)
+        before = rest()
+        ask(stack, warm)
+        arrive(expected(before, warm))
+        before = rest()
         began = time.monotonic()
-        for arm, (distinct, times) in ASKED.items():
-            questions = [stack.question(arm) for _ in range(distinct)]
-            for _ in range(times):
-                for question in questions:
-                    assert stack.ask(question).status == 200
-        total = sum(before.values()) + sum(distinct * times for distinct, times in ASKED.values())
-        for name, source in sources.items():
-            wait_for(lambda source=source: sum(counted(source).values()) == total, f"{name} to have counted {total:g}")  # type: ignore[misc]
-        wait_for(lambda: time.monotonic() - began > SAMPLES * SCRAPE, "enough samples")
+        ask(stack, ASKED)
+        arrive(expected(before, ASKED))
+        after = rest()
+        server = PrometheusConnect(url=url)
+        for_scraper = 0
+
+        def sampled() -> bool:
+            """Whether both have so many samples since the traffic began; every look is one of the scraper's."""
+            nonlocal for_scraper
+            for_scraper += 1
+            counted(sources["scrape"])
+            window = f"{time.monotonic() - began:.0f}s"
+            rows = server.custom_query(f"min(count_over_time(ray_cachepilot_requests_total[{window}]))")
+            return for_scraper >= SAMPLES and bool(rows) and float(rows[0]["value"][1]) >= SAMPLES
+
+        wait_for(sampled, f"{SAMPLES} scrapes")
         signals = {}
         for kind, source in sources.items():
-            source.refresh()
-            window = time.monotonic() - began + 2 * SCRAPE
+            wait_for(lambda source=source: counted(source) == pytest.approx(after, abs=1e-5), f"a good scrape by {kind}")  # type: ignore[misc]
+            # The window begins amid the quiet time: `age` is how long before now the reading, hence the window, ends.
+            window = time.monotonic() - began - source.age("cachepilot_requests_total") + QUIET / 2
             for arm in ASKED:
                 signals[kind, arm] = read_signals(
                     source,
@@ -122,8 +180,7 @@ def reading(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                     space=stack.settings.space.space(),
                     prices=Prices(),
                 )
-        after = counted(everyone[0])
-        deltas = {(arm, outcome): after[arm, outcome] - before[arm, outcome] for arm, outcome in sorted(arms)}
+        deltas = {(arm, outcome): after[name, arm, outcome] - before[name, arm, outcome] for name, arm, outcome in sorted(arms)}
         yield Reading(signals, deltas, stack.settings.space.space())
 
 
