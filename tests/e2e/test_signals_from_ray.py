@@ -31,7 +31,8 @@ TOLERANCE = 2 * 1.1 / (SAMPLES - 1)
 """Counters that ran before are extrapolated at both edges, each by at most 1.1 of so many intervals."""
 QUIET = 2.5
 """Replicas gather for a second, Ray reports once a second: counters that all stood still for longer have everything."""
-DEADLINE = 40.0
+DEADLINE = 90.0
+FRESH = 40.0
 ASKED = {"control": (12, 3), "treatment": (20, 2)}
 """Distinct questions, and how often each is asked: the first time is a miss."""
 WARM = (21, 3)
@@ -132,6 +133,8 @@ def reading(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             def still() -> bool:
                 nonlocal seen, changed
                 now = [counted(source) for source in everyone]
+                if not all(found and found.keys() >= set().union(*seen) for found in now):
+                    return False  # a scrape that failed leaves out all of a target, which is not a counter that moved
                 if now != seen or now[0] != pytest.approx(now[1], abs=1e-5):
                     seen, changed = now, time.monotonic()
                 return time.monotonic() - changed > QUIET
@@ -204,7 +207,7 @@ def test_requests_and_hit_ratio_of_each_arm(reading: Reading, kind: str, arm: st
     assert signals.resident_bytes > 0
     assert signals.upstream_running == 0.0
     assert signals.gpu_cache_usage >= 0.0
-    assert max(signals.age.values()) < DEADLINE
+    assert max(signals.age.values()) < FRESH
 
 
 @pytest.mark.parametrize("arm", ASKED)
