@@ -34,6 +34,7 @@ bench: setup-dev system-packages
 	scripts/install-peers.sh
 	$(BIN)/cachepilot bench $(ARGS)
 
+## make setup            .venv with the package alone; . .venv/bin/activate
 ## make lock             write requirements.lock anew
 lock: setup-dev
 	scripts/lock.sh
@@ -51,6 +52,7 @@ $(BIN)/python:
 
 # The lock holds one consistent set for the package and all its extras; as constraints, only what is asked for gets installed.
 $(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
+	@echo "setting up $(VENV): a few minutes, about 2.3 GB"
 	$(PIP) install -qq --constraint requirements.lock --editable .
 	touch $@
 

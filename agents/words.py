@@ -18,7 +18,16 @@ def size_words(size: float) -> str:
     return f"{size:.3g} {_UNITS[unit]}" if size < 1000 else f"{size:.0f} {_UNITS[unit]}"
 
 
+def ttl_words(ttl: float) -> str:
+    """Return a time to live in the unit that a person would use: ``12.5 s``, ``90 min``, ``36 h``, ``never``."""
+    if math.isinf(ttl):
+        return "never"
+    for seconds, unit in ((3600.0, "h"), (60.0, "min")):
+        if ttl >= 2 * seconds:
+            return f"{ttl / seconds:.3g} {unit}"
+    return f"{ttl:.3g} s"
+
+
 def knob_words(knobs: Knobs) -> str:
     """Return a setting in words: ``1.5 MiB, ttl 60 s, warm-up 10 %``."""
-    ttl = "never" if math.isinf(knobs.ttl) else f"{knobs.ttl:.3g} s" if knobs.ttl < 1000 else f"{knobs.ttl:.0f} s"
-    return f"{size_words(knobs.cache_size)}, ttl {ttl}, warm-up {knobs.warmup_ratio:.0%}"
+    return f"{size_words(knobs.cache_size)}, ttl {ttl_words(knobs.ttl)}, warm-up {knobs.warmup_ratio:.0%}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -57,8 +58,12 @@ def demo(
     options = DemoOptions(trace, minutes, directory, policy, seed, _command())
     # With the JSON on standard output, everything else goes to standard error.
     console = err if json_file == Path("-") else out
-    with PlainView(console) if headless or not console.is_terminal else LiveView(console) as view:
-        result = run_demo(options, settings, view)
+    try:
+        with PlainView(console) if headless or not console.is_terminal else LiveView(console) as view:
+            result = run_demo(options, settings, view)
+    except KeyboardInterrupt:
+        err.print("interrupted before there was anything to report; nothing was left running", style="yellow")
+        raise typer.Exit(130) from None
     text = json.dumps(result.summary, indent=2, allow_nan=False)
     if json_file == Path("-"):
         sys.stdout.write(text + "\n")
@@ -123,13 +128,17 @@ def tune(
 @app.command()
 def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="training settings (YAML), as in experiments/configs")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder that the artifact's folder is made in")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a PPO policy in simulation; writes an artifact and says how it does against the curve on held-out scenarios."""
     from experiments.train import load_train_settings
     from experiments.train import train as run_training
 
-    path = run_training(load_train_settings(config), command=_command(), console=err)
+    settings = load_train_settings(config)
+    if output is not None:
+        settings = settings.model_copy(update={"output": output})
+    path = run_training(settings, command=_command(), console=err)
     card = json.loads((path / "card.json").read_text(encoding="utf-8"))
     if as_json:
         sys.stdout.write(json.dumps({"artifact": str(path), "card": card}, indent=2) + "\n")
@@ -151,13 +160,31 @@ def replay(
 ) -> None:
     """Send a trace's requests to a gateway at their own times."""
     from envs.workloads.readers import load
+    from experiments.replay import ReplayedRequest
     from experiments.replay import replay as run_replay
 
     settings = _settings(config).experiments.replay
     workload = load(trace, limit=limit).compress(speed)
-    with err.status(f"replaying {len(workload):,} requests in {workload.duration:,.0f} s"):
-        result = asyncio.run(run_replay(workload, url, model=model, **settings.model_dump()))
+    rate = len(workload) / max(workload.duration, 1e-9)
+    err.print(f"{len(workload):,} requests in {workload.duration:,.0f} s: {rate:,.1f} a second", markup=False)
+    counts = {"answered": 0, "failed": 0}
+
+    async def send(show: Callable[[str], None]) -> Any:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+
+        def count(request: ReplayedRequest) -> None:
+            counts["answered"] += 1
+            counts["failed"] += not 200 <= request.status < 300
+            show(f"{counts['answered']:,} answered, {counts['failed']:,} failed; Ctrl-C ends it")
+
+        return await run_replay(workload, url, model=model, on_result=count, stop=stop, **settings.model_dump())
+
+    with err.status("replaying") as status:
+        result = asyncio.run(send(status.update))
     _show(result.summary(), as_json)
+    if result.stopped:
+        raise typer.Exit(130)
 
 
 @app.command()

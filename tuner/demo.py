@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -144,7 +145,7 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
     began = time.monotonic()
     ends = began + options.minutes * 60.0
     if options.minutes * 60.0 < START_UP + REPORT_TIME + SHORTEST:
-        least = (START_UP + REPORT_TIME + SHORTEST) / 60.0
+        least = math.ceil((START_UP + REPORT_TIME + SHORTEST) / 6.0) / 10.0
         raise DemoError(f"demo: --minutes {options.minutes:g}: starting and reporting take time; expected at least {least:.1f}")
     policy = policy_named(options.policy)
     traffic_estimate = ends - began - START_UP - REPORT_TIME
@@ -201,6 +202,9 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
             view=view,
         )
         complete = asyncio.run(run.traffic())
+        # One Ctrl-C ends the traffic; further ones must not cost the report of what was seen.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
         ended = time.time()
         view.stage("ending the gateway and writing the report")
         source.close()
@@ -274,8 +278,8 @@ class _Run:
             interrupted.set()
             stop.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
+        signals = contextlib.ExitStack()
+        signals.enter_context(signals_to(interrupt))
         store = RedisConfigStore(self._redis_url, self._namespace)
         tuner = Tuner(
             store=store,
@@ -301,10 +305,24 @@ class _Run:
             self.caveats = [result.caveat()] if result.caveat() else []
         finally:
             over.set()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+            signals.close()
             await store.close()
         return not interrupted.is_set()
+
+
+@contextlib.contextmanager
+def signals_to(callback: Callable[[], None]) -> Iterator[None]:
+    """Call ``callback`` on the running event loop at SIGINT and SIGTERM; afterwards both do what they did before."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        loop.add_signal_handler(number, callback)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)  # asyncio leaves the system's: SIGTERM would end us with everything still running
 
 
 @contextlib.contextmanager

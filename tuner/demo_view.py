@@ -15,27 +15,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from agents.words import size_words, ttl_words
 from experiments.replay import ReplayedRequest
 from serving.knobs import Knobs
 from tuner.demo_plan import DemoPlan
 from tuner.loop import Interval
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HISTORY = 24
+_HISTORY = 10
 
 
 def knobs_text(knobs: Knobs) -> str:
     """Return knobs in words: size, TTL, warm-up."""
-    return f"{size_text(knobs.cache_size)} · {knobs.ttl:.3g} s · {knobs.warmup_ratio:.0%}"
-
-
-def size_text(size: float) -> str:
-    """Return bytes in words."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit takes everything")
+    return f"{size_words(knobs.cache_size)} · {ttl_words(knobs.ttl)} · {knobs.warmup_ratio:.0%}"
 
 
 def sparkline(values: list[float]) -> str:
@@ -58,9 +50,8 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._console = console
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console)
+        self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=None)
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._draw)
         self._turn: Interval | None = None
         self._history: dict[str, dict[str, deque[float]]] = {}
         self._note = ""
@@ -68,6 +59,8 @@ class LiveView:
         self._requests = 0
         self._answered = 0
         self._failed = 0
+        # Last: it draws at once.
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._draw)
 
     def __enter__(self) -> LiveView:
         self._live.start()
@@ -113,22 +106,22 @@ class LiveView:
         return Group(*parts)
 
     def _table(self, turn: Interval) -> Table:
-        table = Table(title=f"interval {turn.index}, knobs version {turn.state.version}", title_justify="left")
-        for heading in ("arm", "hit ratio", "", "P99", "", "cost / 1,000", "", "knobs: size · TTL · warm-up"):
-            table.add_column(
-                heading, justify="right" if heading in ("hit ratio", "P99", "cost / 1,000") else "left", no_wrap=True
-            )
+        # Two lines a cell, so that nothing is cut at 80 columns.
+        table = Table(
+            title=f"interval {turn.index}, knobs version {turn.state.version}",
+            title_justify="left",
+            box=None,
+            padding=(0, 2, 0, 0),
+        )
+        for heading in ("arm", "hit ratio", "P99", "cost / 1,000", "size · TTL · warm-up"):
+            table.add_column(heading, no_wrap=True)
         for arm, step in turn.arms.items():
             history = self._history[arm]
-            name = f"{arm} ({self._policy})" if step.verdict is not None else f"{arm} (static LRU)"
             table.add_row(
-                name,
-                _shown(step.signals.hit_ratio, "{:.1%}"),
-                sparkline(list(history["hit"])),
-                _shown(step.signals.p99, "{:.2f} s"),
-                sparkline(list(history["p99"])),
-                _shown(step.cost.total, "${:.3f}"),
-                sparkline(list(history["cost"])),
+                f"{arm}\n{self._policy if step.verdict is not None else 'static LRU'}",
+                f"{shown(step.signals.hit_ratio, '{:.1%}')}\n{sparkline(list(history['hit']))}",
+                f"{shown(step.signals.p99, '{:.2f} s')}\n{sparkline(list(history['p99']))}",
+                f"{shown(step.cost.total, '${:.3f}')}\n{sparkline(list(history['cost']))}",
                 knobs_text(turn.state.arms[arm]),
             )
         return table
@@ -170,8 +163,8 @@ class PlainView:
     def interval(self, turn: Interval) -> None:
         """Print a turn of the tuner."""
         arms = "; ".join(
-            f"{arm} hits {_shown(step.signals.hit_ratio, '{:.1%}')} P99 {_shown(step.signals.p99, '{:.2f} s')} "
-            f"cost {_shown(step.cost.total, '${:.3f}')} [{knobs_text(turn.state.arms[arm])}]"
+            f"{arm} hits {shown(step.signals.hit_ratio, '{:.1%}')} P99 {shown(step.signals.p99, '{:.2f} s')} "
+            f"cost {shown(step.cost.total, '${:.3f}')} [{knobs_text(turn.state.arms[arm])}]"
             for arm, step in turn.arms.items()
         )
         self._say(f"{turn.index:3d} v{turn.state.version}: {arms}{'; ' + turn.fault if turn.fault else ''}")
@@ -185,32 +178,38 @@ class PlainView:
 
 def summary_panel(summary: Mapping[str, Any]) -> Panel:
     """Return the end of a run in a box: figures by arm, verdict, where the report is."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("arm", "requests", "hit ratio", "P99", "cost / 1,000", "knobs at the end"):
-        table.add_column(heading, justify="left" if heading in ("arm", "knobs at the end") else "right")
-    for arm, figures in summary["arms"].items():
-        last = figures["knobs_last"]
-        table.add_row(
-            arm,
-            f"{figures['requests']:,}",
-            _with_interval(figures["hit_ratio"], "{:.1%}"),
-            _with_interval(figures["p99"], "{:.2f} s"),
-            _with_interval(figures["cost"], "${:.3f}"),
-            knobs_text(Knobs.from_dict(last)) if last else "",
-        )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for arm in summary["arms"]:
+        table.add_column(arm, no_wrap=True)
+    arms = list(summary["arms"].values())
+    table.add_row("requests", *(f"{figures['requests']:,}" for figures in arms))
+    for name, key, form in (
+        ("hit ratio", "hit_ratio", "{:.1%}"),
+        ("P99", "p99", "{:.2f} s"),
+        ("cost / 1,000", "cost", "${:.3f}"),
+    ):
+        table.add_row(name, *(_with_interval(figures[key], form) for figures in arms))
+    last = [figures["knobs_last"] for figures in arms]
+    table.add_row("knobs at the end", *(knobs_text(Knobs.from_dict(knobs)) if knobs else "" for knobs in last))
     lines = [Text(f"{summary['verdict']}: {summary['reason']}", style="bold")]
+    unsent = summary["replay"].get("planned", 0) - summary["replay"].get("sent", 0)
+    if unsent > 0:
+        why = "the time was up" if summary["complete"] else "interrupted"
+        lines.append(Text(f"{unsent:,} of {summary['replay']['planned']:,} requests were not sent: {why}", style="yellow"))
     if not summary.get("complete", True):
         lines.append(Text("interrupted: the report is of what was seen until then", style="yellow"))
     title = "cachepilot demo" if summary.get("complete", True) else "cachepilot demo (partial)"
     return Panel(Group(table, Text(""), *lines), title=title, title_align="left")
 
 
-def _shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
+    """Return a number in a format, ``-`` where it is missing."""
     return "-" if value is None or not math.isfinite(value) else form.format(value)
 
 
 def _with_interval(figure: Mapping[str, Any], form: str) -> str:
     value, low, high = figure.get("value"), figure.get("low"), figure.get("high")
     if low is None or high is None:
-        return _shown(value, form)
-    return f"{_shown(value, form)} ({_shown(low, form)} to {_shown(high, form)})"
+        return shown(value, form)
+    return f"{shown(value, form)} ({shown(low, form)} to {shown(high, form)})"

@@ -17,7 +17,7 @@ from envs.sources import SignalSource, window_for
 from experiments.ledger import Ledger
 from serving.redis_config_store import RedisConfigStore
 from tuner.config import Settings
-from tuner.demo_view import knobs_text
+from tuner.demo_view import knobs_text, shown
 from tuner.errors import CommandError
 from tuner.local import metrics_url, redis_url
 from tuner.loop import Interval, LoopSettings, Tuner
@@ -119,8 +119,9 @@ def line_of(turn: Interval) -> dict[str, Any]:
             "verdict": step.verdict.action if step.verdict else "observe",
             "reason": step.verdict.reason if step.verdict else "observed only",
         }
-        shown = f"hits {step.signals.hit_ratio:.1%}, P99 {step.signals.p99:.2f} s, cost ${step.cost.total:.4f}"
-        texts.append(f"{arm}: {shown}, {knobs_text(knobs)}" + (f", {step.verdict.reason}" if step.verdict else ""))
+        hits, p99 = shown(step.signals.hit_ratio, "{:.1%}"), shown(step.signals.p99, "{:.2f} s")
+        seen = f"hits {hits}, P99 {p99}, cost {shown(step.cost.total, '${:.4f}')}"
+        texts.append(f"{arm}: {seen}, {knobs_text(knobs)}" + (f", {step.verdict.reason}" if step.verdict else ""))
     confirmed = f"{turn.confirmed}/{turn.expected} replicas on version {turn.state.version}"
     return {
         "text": f"{turn.index}: {'; '.join(texts)}; {confirmed}{'; ' + turn.fault if turn.fault else ''}",
