@@ -134,7 +134,11 @@ class PrometheusSource:
         return f"{name}{{{_matchers({**own, **where})}}}"
 
     def _groups(self, query: str, by: tuple[str, ...]) -> Groups:
-        return {tuple(row["metric"].get(label, "") for label in by): float(row["value"][1]) for row in self._ask(query)}
+        rows = self._ask(query)
+        try:
+            return {tuple(row["metric"].get(label, "") for label in by): float(row["value"][1]) for row in rows}
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self._unavailable(f"the query {query}", f"unexpected answer {str(rows)[:200]} ({error!r})") from error
 
     def _ask(self, query: str) -> Any:
         return self._call(f"the query {query}", lambda: self._client.custom_query(query, params={"time": f"{self._at:.3f}"}))

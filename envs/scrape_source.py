@@ -38,6 +38,9 @@ Target = str | Path
 Targets = Target | Iterable[Target] | Callable[[], Iterable[Target]]
 """Targets, or a function that returns them."""
 
+LARGEST = 64 << 20
+"""Most bytes of one scrape."""
+
 _DIRECT = urllib.request.build_opener(
     urllib.request.ProxyHandler({})
 )  # like Prometheus: the environment's proxies are not for scrapes
@@ -262,10 +265,18 @@ class ScrapeSource:
 
     def _fetch(self, url: str) -> tuple[bytes | None, str]:
         request = urllib.request.Request(url, headers={"Accept": "text/plain;version=0.0.4"})
+        # The socket's timeout is per read: a target that sends a little now and then needs a deadline for the whole.
+        ends = time.monotonic() + self._timeout
+        body = bytearray()
         try:
             with _DIRECT.open(request, timeout=self._timeout) as answer:
-                body: bytes = answer.read()
-                return body, ""
+                while part := answer.read1(1 << 16):
+                    body += part
+                    if len(body) > LARGEST:
+                        raise ValueError(f"expected at most {LARGEST} bytes")
+                    if time.monotonic() > ends:
+                        raise TimeoutError(f"not complete within {self._timeout:g} s")
+                return bytes(body), ""
         except (OSError, ValueError, HTTPException) as error:
             return None, f"{type(error).__name__}: {error}"
 

@@ -68,6 +68,7 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
     rows: list[dict[str, float]] = []
     await live.cache.apply({_ARM: schedule[0].knobs})
     await live.cache.flush(_ARM)
+    await live.cache.following()  # what the memory tier held before is dropped when the feed of changes begins
     live.start = await live.evictions()
     try:
         for stage in schedule:

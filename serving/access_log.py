@@ -5,6 +5,7 @@ Reports cluster by key, so they need single requests; metrics only have sums. Th
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 import orjson
+
+_log = logging.getLogger(__name__)
+
+MOST_WAITING = 100_000
+"""Records that wait in memory while the disk is full."""
 
 Outcome = Literal["hit", "semantic_hit", "miss", "bypass", "error"]
 
@@ -74,22 +80,34 @@ class AccessLogWriter:
         self.path = directory / f"access-{replica}.jsonl"
         self._limit = limit
         self._lines: list[bytes] = []
+        self._rest = b""  # of a write that was not taken whole
+        self._failing = False
+        self.lost = 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, record: AccessRecord) -> None:
-        """Append one record."""
+        """Append one record; lost (and counted as such) while the file cannot be written and too much waits already."""
+        if len(self._lines) >= MOST_WAITING:
+            self.lost += 1
+            return
         self._lines.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        if len(self._lines) >= self._limit:
+        if len(self._lines) >= self._limit and not self._failing:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        if not self._lines:
-            return
-        rest = memoryview(b"".join(self._lines))
-        self._lines.clear()
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
+        """Write what is buffered. What a full disk does not take waits, so that a line begun is ended when there is room."""
+        try:
+            while self._rest or self._lines:
+                if not self._rest:
+                    self._rest = b"".join(self._lines)
+                    self._lines.clear()
+                self._rest = self._rest[os.write(self._file, self._rest) :]
+        except OSError as error:
+            if not self._failing:
+                _log.error("access log: %s: %s; up to %d records wait, then they are lost", self.path, error, MOST_WAITING)
+            self._failing = True
+        else:
+            self._failing = False
 
     def close(self) -> None:
         """Write what is buffered and close the file; harmless when closed already."""

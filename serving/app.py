@@ -268,7 +268,7 @@ def _metrics_targets() -> list[str]:
 def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
     common = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # A proxy that is not ready within 5 s (Ray's default) is killed, and the start fails with it: a busy machine needs longer.
+        # A proxy that is not ready within 5 s (Ray's default) is killed, and the start fails with it: busy machines take longer.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Nothing here blocks the event loop, and a second thread per replica costs a hand-over per message.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",

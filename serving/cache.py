@@ -95,6 +95,7 @@ class TieredCache:
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
         self._waiting = False  # for a store that is away; said once
         self._work = asyncio.Event()
+        self._following = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._resizing = asyncio.Lock()
         if store is None:
@@ -398,6 +399,11 @@ class TieredCache:
                 if number % 16 == 0:
                     await asyncio.sleep(0)  # indexing takes about 0.2 ms each; requests go first
 
+    async def following(self) -> None:
+        """Wait until what other replicas do to the store is heard of; returns at once without a shared store."""
+        if self.store is not None and isinstance(self.store, SharedTier):
+            await self._following.wait()
+
     async def _follow(self, store: SharedTier) -> None:
         """Keep the memory tier and the index in step with what other replicas do to the shared store."""
         async for change in store.changes():
@@ -405,8 +411,11 @@ class TieredCache:
 
     def _changed(self, change: Change) -> None:
         if change.kind == "gap":
+            for arm in self._knobs:  # what was flushed or evicted meanwhile was not heard of; the store still has what is valid
+                self.memory.flush_now(arm)
             self._unindexed.update(self._knobs)
             self._work.set()
+            self._following.set()
         elif change.arm not in self._knobs:
             return
         elif change.kind == "put":

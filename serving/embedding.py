@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 DIMENSIONS = 384
 MAX_BATCH = 32
+MAX_CHARACTERS = 8192
+"""Longer texts are not looked at: far beyond what the model reads, and reading them would keep the worker from others."""
 
 
 class EmbeddingUnavailable(RuntimeError):
@@ -66,9 +68,15 @@ class Embedder:
     async def embed(self, text: str) -> bytes:
         """Return the embedding of a text: its unit vector x 127, int8, as 384 bytes.
 
+        ``b""`` for a text that the model would not see as it is: longer than its window, of which it would read the beginning
+        alone, or with words that it does not know, which all look the same to it. Two such texts may differ in what was not
+        seen, so they have no meaning to compare.
+
         Raises:
             EmbeddingUnavailable: If the deadline passes or the model cannot be loaded.
         """
+        if len(text) > MAX_CHARACTERS:
+            return b""
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, future))
         if self._worker is None or self._worker.done():
@@ -104,13 +112,19 @@ class Embedder:
                 continue
             for (_, future), vector in zip(batch, vectors, strict=True):
                 if not future.done():
-                    future.set_result(vector.tobytes())
+                    future.set_result(vector.tobytes() if vector.any() else b"")
 
     def _encode(self, texts: list[str]) -> npt.NDArray[np.int8]:
+        """Return int8 vectors, shape (N, D); zeros for a text that the model would not see as it is."""
         with self._lock:
             if self._model is None:
                 self._model = _load(self._threads)
-        return quantise(self._model.encode(texts, batch_size=MAX_BATCH, show_progress_bar=False, convert_to_numpy=True))
+        vectors = quantise(self._model.encode(texts, batch_size=MAX_BATCH, show_progress_bar=False, convert_to_numpy=True))
+        tokenizer = self._model.tokenizer
+        for row, tokens in enumerate(tokenizer(texts, truncation=False, verbose=False)["input_ids"]):
+            if len(tokens) > self._model.max_seq_length or tokenizer.unk_token_id in tokens:
+                vectors[row] = 0
+        return vectors
 
 
 def _load(threads: int) -> Any:

@@ -68,9 +68,13 @@ class Table:
         self.path = path
         self.line = 1
         self._rows = csv.reader(read_lines(path))
-        header = next(self._rows, None)
+        try:
+            header = next(self._rows, None)
+        except csv.Error as error:
+            raise TraceError(path, f"CSV ({error})", line=1) from error
         if not header:
             raise TraceError(path, f"a header with the columns {', '.join(columns)}, but the file is empty", line=1)
+        header[0] = header[0].removeprefix("\ufeff")  # a byte order mark
         missing = [name for name in columns if name not in header]
         if missing:
             raise TraceError(
@@ -96,8 +100,8 @@ class Table:
         """Return the error that the row just read is not what it should be."""
         return TraceError(self.path, expected, line=self.line, excerpt=excerpt)
 
-    def number(self, text: str, what: str) -> float:
-        """Return a field as a finite number >= 0.
+    def number(self, text: str, what: str, most: float = 1e15) -> float:
+        """Return a field as a number from 0 to ``most``.
 
         Raises:
             TraceError: If it is not one.
@@ -106,6 +110,6 @@ class Table:
             value = float(text)
         except ValueError:
             value = -1.0
-        if not 0.0 <= value < float("inf"):
-            raise self.error(f"{what}: a finite number >= 0", text)
+        if not 0.0 <= value <= most:
+            raise self.error(f"{what}: a finite number >= 0" + (f", at most {most:g}" if value > most else ""), text)
         return value

@@ -20,6 +20,9 @@ from serving.keys import mix64_array
 BLOCK_TOKENS = 512
 """Tokens of one prefix block of the Mooncake trace."""
 
+MOST_TOKENS = 2**31 - 1
+"""A trace keeps tokens as 32-bit numbers."""
+
 KNOWN = {
     "elastic_apache": "CSV with the columns t_s, method, path, status, bytes",
     "mooncake_conversation": "JSON lines with timestamp, input_length, output_length, hash_ids",
@@ -164,8 +167,8 @@ def _azure_arrivals(path: Path, limit: int | None) -> _Arrivals:
         except ValueError:
             raise table.error("TIMESTAMP: a time like 2023-11-16 18:15:46.6805900", at) from None
         times.append(moment)
-        prompt.append(int(table.number(context, "ContextTokens")))
-        output.append(max(1, int(table.number(generated, "GeneratedTokens"))))
+        prompt.append(int(table.number(context, "ContextTokens", MOST_TOKENS)))
+        output.append(max(1, int(table.number(generated, "GeneratedTokens", MOST_TOKENS))))
         if len(times) == limit:
             break
     if not times:

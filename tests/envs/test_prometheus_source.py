@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
 from prometheus_api_client import PrometheusConnect
 
 from envs.prometheus_source import HOLDS_BACK, PrometheusSource
+from envs.sources import SourceUnavailable
 from tests.exporter import Exporter
 from tests.prometheus import prometheus_server
 
@@ -61,3 +66,29 @@ def test_what_is_left_of_a_target_of_long_ago_does_not_hold_the_others_back(tmp_
                 assert source.latest(REQUESTS, by=("instance",)) == {("gone:1",): 7.0, (exporter.address,): 3.0}
                 assert source.age(REQUESTS) < DEADLINE
                 assert source.age(REQUESTS, where={"instance": "gone:1"}) > HOLDS_BACK
+
+
+@pytest.mark.parametrize("result", [None, [{"metric": {}}], [{"metric": {}, "value": [1, "abc"]}], [1, "1"]])
+def test_an_answer_of_another_form_is_said_to_be_one(result: object) -> None:
+    """A proxy or another server may answer 200 with JSON of its own: the loop has to hold, not to end."""
+    answers = [[1, "1"], [], result]
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"status": "success", "data": {"result": answers.pop(0)}}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with PrometheusSource(f"http://127.0.0.1:{server.server_port}") as source:
+                with pytest.raises(SourceUnavailable, match="unexpected answer"):
+                    source.latest(REQUESTS)
+        finally:
+            server.shutdown()
+            thread.join()

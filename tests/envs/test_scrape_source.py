@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -276,3 +277,29 @@ def test_no_line_whatever_is_in_it_raises_anything_but_a_value_error(line: bytes
 
 def escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def test_a_target_that_sends_a_little_now_and_then_is_given_up_at_the_deadline(clock: Clock) -> None:
+    given_up = threading.Event()
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not given_up.wait(0.05):
+                    self.wfile.write(b"# nothing\n")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dripping) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        end = threading.Timer(DEADLINE, given_up.set)  # so that a scraper without a deadline fails the test, not hangs it
+        end.start()
+        try:
+            with pytest.raises(SourceUnavailable, match="not complete within"):
+                scraper(f"http://127.0.0.1:{server.server_port}/metrics", clock, timeout=0.3)
+        finally:
+            end.cancel()
+            given_up.set()
+            server.shutdown()

@@ -162,3 +162,18 @@ def test_questions_need_arrivals_of_the_right_kind(tmp_path: Path) -> None:
 def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit"):
         load(write(tmp_path, "apache.csv", APACHE), limit=0)
+
+
+@pytest.mark.parametrize("tokens", ["3000000000", "1e300"])
+def test_tokens_that_do_not_fit_are_named_by_line(tmp_path: Path, tokens: str) -> None:
+    with pytest.raises(TraceError, match=r"line 5.*at most"):
+        load(write(tmp_path, "a.csv", AZURE + f"2023-11-16 18:15:49.0,{tokens},7\n"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
+    assert len(load(write(tmp_path, "apache.csv", "\ufeff" + APACHE))) == 3
+
+
+def test_a_header_without_an_end_is_no_csv(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"line 1.*CSV"):
+        load(write(tmp_path, "apache.csv", "t_s,path,bytes," + "a" * 200_000))

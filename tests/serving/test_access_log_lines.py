@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -76,3 +78,27 @@ def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_pa
 def test_a_record_has_no_field_for_text() -> None:
     texts = {item.name for item in fields(AccessRecord) if item.type in ("str", "Outcome")}
     assert texts == {"arm", "outcome", "tier"}
+
+
+def test_a_full_disk_is_no_error_and_is_caught_up_with_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = AccessLogWriter(tmp_path, "r0", limit=2)
+    room = [10]  # bytes of the first line that still fit
+    real = os.write
+
+    def write(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = real(file, data[: room[0]])
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr("serving.access_log.os.write", write)
+    for _ in range(5):
+        writer.write(RECORD)
+    writer.flush()
+    assert list(read_records(writer.path)) == []
+    room[0] = 1 << 20
+    writer.close()
+    assert list(read_records(writer.path)) == [RECORD] * 5

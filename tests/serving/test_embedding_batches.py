@@ -89,3 +89,13 @@ def test_quantising_keeps_directions_and_leaves_zero_alone(vectors: np.ndarray[t
         else:
             assert np.abs(after / 127.0 - before / norm).max() <= 0.5 / 127.0 + 1e-4
     assert not quantise(np.zeros((1, 8))).any()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The quick brown fox jumps over the lazy dog. " * 40 + "What is the capital of France?", "x" * 9000, "\U0001f984\U0001f984"],
+    ids=["longer than the window", "longer than is looked at", "unknown words"],
+)
+async def test_a_text_that_the_model_would_not_see_whole_has_no_embedding(embedder: Embedder, text: str) -> None:
+    assert await embedder.embed(text) == b""
+    assert len(await embedder.embed("What is the capital of France?")) == DIMENSIONS
