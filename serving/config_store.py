@@ -54,8 +54,11 @@ class DesiredState:
         """
         try:
             value: dict[str, Any] = orjson.loads(raw)
+            version = int(value["version"])
+            if not 0 <= version < 2**63:
+                raise ValueError(f"desired knobs: expected a version from 0 to 2**63 - 1, got {version}")
             return cls(
-                int(value["version"]),
+                version,
                 {arm: Knobs.from_dict(knobs) for arm, knobs in value["arms"].items()},
                 float(value["written_at"]),
                 str(value.get("author", "")),

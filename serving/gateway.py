@@ -30,6 +30,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _CHAT = "/v1/chat/completions"
+_PROBES = ("/healthz", "/readyz")
+"""Paths that load balancers also ask with HEAD."""
 _JSON = (b"content-type", JSON.encode())
 _CACHE = {"hit": (b"x-cache", b"HIT"), "semantic_hit": (b"x-cache", b"SEMANTIC")}
 _MISS = (b"x-cache", b"MISS")
@@ -93,9 +95,12 @@ class Gateway:
             known = ", ".join(sorted(self._routes))
             body = openai_error(f"no such path: {path}; this gateway has {known}", "invalid_request_error", code="not_found")
             await _respond(send, 404, [_JSON], body)
+        elif scope["method"] == "HEAD" and path in _PROBES:
+            await route[1](scope, receive, _without_body(send))
         elif scope["method"] != route[0]:
-            body = openai_error(f"{path}: expected {route[0]}, got {scope['method']}", "invalid_request_error")
-            await _respond(send, 405, [_JSON, (b"allow", route[0].encode())], body)
+            allowed = f"{route[0]}, HEAD" if path in _PROBES else route[0]
+            body = openai_error(f"{path}: expected {allowed}, got {scope['method']}", "invalid_request_error")
+            await _respond(send, 405, [_JSON, (b"allow", allowed.encode())], body)
         else:
             await route[1](scope, receive, send)
 
@@ -124,12 +129,12 @@ class Gateway:
         try:
             raw = await _read(receive, self._limit)
             body = _parse(raw)
+            fp = _identity(body, runtime.settings.namespace)
         except _Refused as refusal:
             await _respond(send, refusal.status, [_JSON], refusal.body)
             return
         except _Disconnected:
             return
-        fp = fingerprint(body, namespace=runtime.settings.namespace)
         arm = runtime.arms.arm(fp.key)
         if body.get("stream"):
             await self._bypass(scope, send, raw, fp, arm, at, began)
@@ -239,6 +244,13 @@ async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> No
     await send({"type": "http.response.body", "body": body})
 
 
+def _without_body(send: Send) -> Send:
+    async def bare(message: MutableMapping[str, Any]) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return bare
+
+
 async def _read(receive: Receive, limit: int) -> bytes:
     message = await receive()
     body: bytes = message.get("body", b"")
@@ -271,8 +283,18 @@ def _parse(raw: bytes) -> Mapping[str, Any]:
     return body
 
 
+def _identity(body: Mapping[str, Any], namespace: str) -> Fingerprint:
+    try:
+        return fingerprint(body, namespace=namespace)
+    except orjson.JSONEncodeError as error:  # it parses deeper than it writes
+        raise _Refused(f"the body is nested too deeply: expected at most 250 levels ({error})") from error
+
+
 def _excerpt(value: object) -> str:
     if value is None:
         return "nothing"
-    text = orjson.dumps(value).decode()
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        return f"a {type(value).__name__} nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

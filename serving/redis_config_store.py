@@ -113,8 +113,8 @@ class RedisConfigStore:
         done, found = await self._call(lambda: self._write(keys=[self._desired], args=args))
         if not done:
             raise VersionConflict(
-                f"desired knobs of {self.namespace!r}: expected version {expected_version}, found {int(found)}; "
-                "somebody else wrote first: read again and decide anew"
+                f"desired knobs of {self.namespace!r}: expected version {expected_version}, "
+                f"found {found.decode(errors='replace')}; somebody else wrote first: read again and decide anew"
             )
         return state
 
@@ -163,8 +163,11 @@ class RedisConfigStore:
         found = await self._call(lambda: self._list(keys=[self._applied], args=[self._report_ttl]))
         states = []
         for replica, value in zip(found[::2], found[1::2], strict=True):
-            report = orjson.loads(value)
-            states.append(AppliedState(replica.decode(), int(report["version"]), float(report["reported_at"])))
+            try:
+                report = orjson.loads(value)
+                states.append(AppliedState(replica.decode(), int(report["version"]), float(report["reported_at"])))
+            except (LookupError, TypeError, ValueError) as error:
+                _log.error("config store: ignored a report of %r that cannot be read: %r (%s)", replica, value, error)
         return sorted(states, key=lambda state: state.replica)
 
     async def close(self) -> None:

@@ -105,7 +105,7 @@ class Runtime:
             try:
                 desired = await self._config.read()
                 self.store_reachable = True
-            except ConfigStoreUnavailable as error:
+            except (ConfigStoreUnavailable, ValueError) as error:
                 _log.warning("starting with the initial knobs: %s", error)
         known = desired.arms if desired is not None else {}
         await self.cache.apply({arm: known.get(arm, knobs) for arm, knobs in settings.initial_knobs.items()})
@@ -176,6 +176,7 @@ class Runtime:
                 leases=leases,
                 replicas=settings.replicas,
                 max_inflight=settings.warmup.max_inflight,
+                max_bytes=settings.warmup.max_bytes,
             )
             if ghost.enabled:
                 self._ghosts[arm] = Ghost(
@@ -340,7 +341,10 @@ class Runtime:
 
     async def _flush_loop(self) -> None:
         while True:
-            await self.flush()
+            try:
+                await self.flush()
+            except Exception:  # noqa: BLE001 - without metrics the tuner is blind: one bad flush must not be the last
+                _log.exception("a flush failed; the next is in %g s", self.settings.flush_interval)
             await asyncio.sleep(self.settings.flush_interval)
 
     async def flush(self) -> None:

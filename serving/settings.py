@@ -16,6 +16,7 @@ from serving.policy import CacheRules
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -161,6 +162,7 @@ class WarmupSettings(Settings):
         refreshes_per_second: Rate of refreshes per arm.
         burst: Refreshes that may be made at once after a quiet time.
         max_inflight: Refreshes of one replica under way at the same time: what keeps them from crowding out users.
+        max_bytes: Bytes of request bodies that one replica remembers per arm, to send them again; the coldest go first.
     """
 
     capacity: Annotated[int, Field(ge=1)] = 1024
@@ -168,13 +170,14 @@ class WarmupSettings(Settings):
     min_score: Annotated[float, Field(gt=0.0)] = 1.5
     period: Seconds = 1.0
     refresh_ahead: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    refreshes_per_second: Annotated[float, Field(ge=0.0)] = 5.0
+    refreshes_per_second: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 5.0
     burst: Annotated[int, Field(ge=1)] = 20
     max_inflight: Annotated[int, Field(ge=1)] = 4
+    max_bytes: Annotated[int, Field(ge=1)] = 32 * MIB
 
     def rules(self) -> WarmupRules:
         """Return the rules of the algorithm, which the simulator shares."""
-        return WarmupRules(**self.model_dump(exclude={"max_inflight"}))
+        return WarmupRules(**self.model_dump(exclude={"max_inflight", "max_bytes"}))
 
 
 class GhostSettings(Settings):
@@ -220,7 +223,7 @@ class GatewaySettings(Settings):
     namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "cachepilot"
     redis_url: str | None = None
     redis_deadline: Seconds = 0.25
-    arms: dict[str, ArmSettings] = Field(default_factory=lambda: {"control": ArmSettings()}, min_length=1)
+    arms: dict[Name, ArmSettings] = Field(default_factory=lambda: {"control": ArmSettings()}, min_length=1)
     salt: str = ""
     space: SpaceSettings = SpaceSettings()
     rules: RulesSettings = RulesSettings()
@@ -239,7 +242,7 @@ class GatewaySettings(Settings):
     @field_validator("redis_url")
     @classmethod
     def _redis(cls, value: str | None) -> str | None:
-        if value is not None and urlsplit(value).scheme not in ("redis", "rediss", "unix", "redis+sentinel"):
+        if value is not None and urlsplit(value).scheme not in ("redis", "rediss", "unix"):
             raise ValueError(f"expected a redis://, rediss:// or unix:// URL, got {value!r}")
         return value
 

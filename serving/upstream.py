@@ -17,6 +17,12 @@ import orjson
 from serving.settings import UpstreamSettings
 
 JSON = "application/json"
+COMPLETE = ("stop", "tool_calls", "function_call")
+"""Reasons with which a model ends an answer by itself; ``length``, ``content_filter``, ``error`` and others cut it."""
+
+MOST_TOKENS = 2**32 - 1
+"""No call bills more; a larger count is not one."""
+
 PASSED_BACK = ("retry-after", "x-request-id", "openai-processing-ms")
 """Response headers that a client can act on; rate-limit headers (``x-ratelimit-...``) are passed back as well."""
 
@@ -66,17 +72,19 @@ class Completion:
 def completion_of(answer: UpstreamAnswer) -> Completion | None:
     """Return the usage of an answer that may be cached, or None.
 
-    Only a complete answer may: 2xx, a JSON object, at least one choice, and every choice ended by itself (``finish_reason``
-    neither null nor ``length``).
+    Only a complete answer may: 200, a JSON object without an error, at least one choice, and every choice with a message that
+    ended by itself (``finish_reason`` one of :data:`COMPLETE`).
     """
     parsed = _json_object(answer)
-    if parsed is None:
+    if parsed is None or answer.status != 200 or parsed.get("error"):
         return None
     choices = parsed.get("choices")
     if not isinstance(choices, list) or not choices:
         return None
     for choice in choices:
-        if not isinstance(choice, dict) or choice.get("finish_reason") in (None, "length"):
+        if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
+            return None
+        if choice.get("finish_reason") not in COMPLETE:
             return None
     return _usage(parsed)
 
@@ -88,7 +96,7 @@ def usage_of(answer: UpstreamAnswer) -> Completion:
 
 
 def _json_object(answer: UpstreamAnswer) -> dict[str, Any] | None:
-    if not answer.ok or not answer.content_type.startswith(JSON):
+    if not answer.ok or answer.content_type.partition(";")[0].strip().lower() != JSON:
         return None
     try:
         parsed = orjson.loads(answer.body)
@@ -101,7 +109,7 @@ def _usage(parsed: Mapping[str, Any]) -> Completion:
     usage = parsed.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    given = [value if isinstance(value, int) and value >= 0 else 0 for value in tokens]
+    given = [value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else 0 for value in tokens]
     return Completion(given[0], given[1])
 
 
@@ -167,7 +175,10 @@ class Upstream:
         self.inflight += 1
         try:
             try:
-                response = await self._open_session().post(self._url("/chat/completions"), data=body, headers=dict(headers))
+                # A redirect is passed on: followed, it could take the credentials to another host.
+                response = await self._open_session().post(
+                    self._url("/chat/completions"), data=body, headers=dict(headers), allow_redirects=False
+                )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 failed = self._failure(error)
                 yield failed, _once(failed.body)
@@ -180,7 +191,9 @@ class Upstream:
     async def _request(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> UpstreamAnswer:
         self.inflight += 1
         try:
-            async with self._open_session().request(method, self._url(path), data=body, headers=dict(headers)) as response:
+            async with self._open_session().request(
+                method, self._url(path), data=body, headers=dict(headers), allow_redirects=False
+            ) as response:
                 return _head(response, await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return self._failure(error)
@@ -207,11 +220,16 @@ class Upstream:
 
 def _head(response: aiohttp.ClientResponse, body: bytes) -> UpstreamAnswer:
     kept = {
-        name.lower(): value
+        name.lower(): _as_sent(value)
         for name, value in response.headers.items()
         if name.lower() in PASSED_BACK or name.lower().startswith("x-ratelimit-")
     }
-    return UpstreamAnswer(response.status, body, response.headers.get("content-type", JSON), kept)
+    return UpstreamAnswer(response.status, body, _as_sent(response.headers.get("content-type", JSON)), kept)
+
+
+def _as_sent(value: str) -> str:
+    """Undo aiohttp's UTF-8: the header's bytes, one character each, as ASGI wants them."""
+    return value.encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:

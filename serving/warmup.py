@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 MAX_REMEMBERED_BODY = 1 << 18
 """Longer requests are not kept for refreshing, bytes."""
 
+MAX_REMEMBERED_BYTES = 32 << 20
+"""All bodies kept for refreshing, bytes per arm."""
+
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
@@ -146,6 +149,7 @@ class Warmer:
         leases: Keeps replicas apart.
         replicas: Replicas that share the budget of refreshes.
         max_inflight: Refreshes under way at the same time.
+        max_bytes: Bytes of request bodies that are remembered.
     """
 
     def __init__(
@@ -158,6 +162,7 @@ class Warmer:
         leases: Leases | None = None,
         replicas: int = 1,
         max_inflight: int = 4,
+        max_bytes: int = MAX_REMEMBERED_BYTES,
     ) -> None:
         self.hot: HotSet[int] = HotSet(rules)
         self._now = 0.0
@@ -165,19 +170,25 @@ class Warmer:
         self._leases: Leases = leases or NoLeases()
         self._bucket = TokenBucket(rules.refreshes_per_second / replicas, max(1.0, rules.burst / replicas))
         self._requests: dict[int, Remembered] = {}
-        self._max_inflight = max_inflight
+        self._bytes = 0
+        self._max_inflight, self._max_bytes = max_inflight, max_bytes
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def remember(self, key: int, request: Remembered) -> None:
         """Keep a request, so that it can be sent again should its key become hot. O(1) amortised."""
-        if key in self._requests or len(request.body) > MAX_REMEMBERED_BODY:
+        size = len(request.body)
+        if key in self._requests or size > min(MAX_REMEMBERED_BODY, self._max_bytes):
             return
+        if self._bytes + size > self._max_bytes:
+            self._forget_coldest(size)
         self._requests[key] = request
+        self._bytes += size
         if len(self._requests) > 4 * self._rules.capacity:
             # Those that the hot set has forgotten go, but for the newest: they have not been counted yet.
             newest = list(self._requests)[-self._rules.capacity :]
             keep = [key for key in self._requests if self.hot.score(key, self._now) > 0] + newest
             self._requests = {key: self._requests[key] for key in dict.fromkeys(keep)}
+            self._bytes = sum(len(kept.body) for kept in self._requests.values())
 
     def knows(self, key: int) -> bool:
         """Whether the request of a key is kept already."""
@@ -226,6 +237,15 @@ class Warmer:
         for task in self._running.values():
             task.cancel()
         await self.drain()
+
+    def _forget_coldest(self, size: int) -> None:
+        """Make room for ``size`` bytes: the coldest requests go, of equally cold ones the oldest."""
+        # A quarter of the budget at a time: sorting for every request that comes would not be O(1) amortised.
+        room = self._max_bytes - max(size, self._max_bytes // 4)
+        for key in sorted(self._requests, key=lambda key: self.hot.score(key, self._now)):
+            if self._bytes <= room:
+                break
+            self._bytes -= len(self._requests.pop(key).body)
 
     async def _run(self, key: int, request: Remembered) -> None:
         try:

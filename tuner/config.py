@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +24,7 @@ from serving.settings import GatewaySettings, LlmSimSettings
 from tuner.guard import GuardLimits
 
 PREFIX = "CACHEPILOT_"
+Steps = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NOT_SETTINGS = frozenset({"CACHEPILOT_CONFIG", "CACHEPILOT_TRACES", "CACHEPILOT_REQUIRE_ALL"})
 """Variables with the prefix that are no settings."""
 
@@ -50,7 +52,7 @@ class SignalSettings(_Section):
 class GuardSettings(_Section):
     """Limits of the guard; see :class:`tuner.guard.GuardLimits`."""
 
-    max_steps: tuple[float, float, float] = (2.0, 2.0, 2.0)
+    max_steps: tuple[Steps, Steps, Steps] = (2.0, 2.0, 2.0)
     dead_band: float = Field(0.25, ge=0)
     max_age: float = Field(60.0, gt=0)
     min_requests: float = Field(20.0, ge=0)
@@ -65,7 +67,7 @@ class TunerSettings(_Section):
 
     arm: str = Field("treatment", description="the arm that is tuned; others are observed")
     policy: str = Field("ppo", description="ppo, curve, static:<size>,<ttl>,<warmup>, or the directory of an artifact")
-    interval: float = Field(30.0, gt=0, description="seconds between two decisions")
+    interval: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds between two decisions")
     window: float | None = Field(None, gt=0, description="seconds of signals per decision; default: the interval")
     confirm_timeout: float = Field(10.0, gt=0)
     signals: SignalSettings = SignalSettings()
@@ -161,11 +163,19 @@ def _explain(error: ValidationError, path: Path | None, origin: Mapping[tuple[st
             known = _known_keys(keys[:-1])
             close = difflib.get_close_matches(keys[-1], known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"expected one of: {', '.join(known)}"
-            lines.append(f"{where}: {dotted} = {item['input']!r}: unknown key; {hint}")
+            lines.append(f"{where}: {dotted}{_shown(keys, item['input'])}: unknown key; {hint}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{where}: {dotted} = {item['input']!r}: {message[0].lower() + message[1:]}")
-    return "\n".join(lines)
+            lines.append(f"{where}: {dotted}{_shown(keys, item['input'])}: {message[0].lower() + message[1:]}")
+    return re.sub(r"://[^/@\s'\"]*@", "://***@", "\n".join(lines))
+
+
+def _shown(keys: tuple[str, ...], value: object) -> str:
+    """The value as a message may show it: logs are read by many. A section is not shown, since it may hold a secret."""
+    if isinstance(value, dict):
+        return ""
+    secret = any(word in key.lower() for key in keys for word in ("api_key", "password", "secret", "token_"))
+    return " = ***" if secret else f" = {value!r}"
 
 
 def _known_keys(keys: tuple[str, ...]) -> list[str]:

@@ -6,9 +6,11 @@ A fault of any part makes the loop hold and say so; it never guesses. A loop tha
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,20 +21,32 @@ from envs.objective import Cost, Prices, price
 from envs.observation import ObservationBuilder
 from envs.signals import ArmSignals
 from envs.sources import SignalSource, SourceUnavailable
+from experiments.ledger import LedgerError
 from experiments.records import DecisionRecord, signals_to_dict
 from serving.config_store import ConfigStore, ConfigStoreUnavailable, DesiredState, VersionConflict
 from serving.knobs import Knobs, KnobSpace
 from tuner.guard import GuardLimits, Verdict, judge
 
+_log = logging.getLogger(__name__)
+
 CONFIRM_POLL = 0.1
 """Seconds between two looks at what the replicas report."""
+
+MOST_WAITING = 1000
+"""Decisions that wait for a ledger that cannot be written; the oldest are given up first."""
+
+_AUTHOR = "tuner"
 
 
 class Recorder(Protocol):
     """Where decisions go; the ledger is one."""
 
     def record_decision(self, record: DecisionRecord) -> object:
-        """Store one decision durably."""
+        """Store one decision durably; may block, and is called from other threads than the loop's.
+
+        Raises:
+            LedgerError: If it cannot be stored now.
+        """
         ...
 
 
@@ -129,6 +143,9 @@ class Tuner:
         self._change_steps = dict.fromkeys(policies, 0.0)
         self._state: DesiredState | None = None
         self._index = 0
+        self._written_at = -math.inf
+        self._waiting: deque[DecisionRecord] = deque(maxlen=MOST_WAITING)
+        self._given_up = 0
 
     async def start(self, initial: Mapping[str, Knobs]) -> DesiredState:
         """Take over the desired state, or write the first one from ``initial``.
@@ -143,7 +160,7 @@ class Tuner:
         if state is None:
             try:
                 state = await self._store.write(
-                    initial, expected_version=0, author="tuner", reason="initial knobs from the settings", now=self._clock()
+                    initial, expected_version=0, author=_AUTHOR, reason="initial knobs from the settings", now=self._clock()
                 )
             except VersionConflict:
                 state = await self._store.read()
@@ -166,16 +183,20 @@ class Tuner:
         turns = 0
         due = self._clock() + self._settings.interval
         while max_intervals is None or turns < max_intervals:
-            if await self._wait(max(0.0, due - self._clock())):
+            # A clock that was set back must not make the loop wait until it is there again.
+            if await self._wait(min(max(0.0, due - self._clock()), self._settings.interval)):
                 break
             # A slow turn is not followed by a burst: turns that were missed are left out.
-            due = max(due, self._clock()) + self._settings.interval
+            due = self._clock() + self._settings.interval
             turn = await self.step()
             turns += 1
             if on_interval is not None:
                 result = on_interval(turn)
                 if result is not None:
                     await result
+        lost = await self._write_records()
+        if lost:
+            _log.error("ended with decisions that were not recorded: %s", lost)
         return turns
 
     async def step(self) -> Interval:
@@ -187,20 +208,39 @@ class Tuner:
         now = self._clock()
         fault = ""
         try:
-            state = await self._store.read() or state
-        except ConfigStoreUnavailable as error:
+            read = await self._store.read() or await self._put_back(state)
+        except (ConfigStoreUnavailable, VersionConflict, ValueError) as error:
             fault = f"config store: {error}"
+        else:
+            absent = sorted(set(self._policies) - set(read.arms))
+            if absent:
+                fault = f"config store: version {read.version} has no arm {absent[0]!r}, only {sorted(read.arms)}"
+            else:
+                # A write of ours whose answer was lost is newer, too: its time tells it from another's.
+                if read.version > state.version and read.author == _AUTHOR and read.written_at != self._written_at:
+                    fault = f"another tuner writes here too (version {read.version}); held: end one of the two"
+                state = read
         signals, unreadable = await asyncio.to_thread(self._observe, state, now)
-        fault = fault or unreadable
+        # No new knobs while there are decisions that the ledger does not have.
+        unwritten = await self._write_records()
+        fault = "; ".join(part for part in (fault or unreadable, unwritten) if part)
         steps = {arm: self._decide(arm, state.arms[arm], seen) for arm, seen in signals.items()}
         wanted = {arm: step.verdict.knobs for arm, step in steps.items() if step.verdict and step.verdict.changes}
         if wanted and not fault:
             state, fault = await self._apply(state, wanted, steps)
+        if fault:
+            steps = {arm: _held(step) if arm in wanted else step for arm, step in steps.items()}
         expected, confirmed, silent = (0, 0, fault) if fault else await self._verify(state)
         self._state = state
         turn = Interval(self._index, now, state, steps, expected, confirmed, fault or silent)
         self._record(turn, wanted if not fault else {})
-        return turn
+        unwritten = "" if unwritten else await self._write_records()
+        return replace(turn, fault="; ".join(part for part in (turn.fault, unwritten) if part))
+
+    async def _put_back(self, state: DesiredState) -> DesiredState:
+        """Write the last known knobs as a first version: a Redis that restarted empty has none, and new replicas need them."""
+        reason = f"the config store had lost version {state.version}: the same knobs again"
+        return await self._store.write(state.arms, expected_version=0, author=_AUTHOR, reason=reason, now=self._clock())
 
     def _observe(self, state: DesiredState, now: float) -> tuple[dict[str, ArmSignals], str]:
         settings = self._settings
@@ -230,8 +270,13 @@ class Tuner:
     ) -> tuple[DesiredState, str]:
         reason = "; ".join(f"{arm}: {step.proposal.reason}" for arm, step in steps.items() if arm in wanted and step.proposal)
         try:
+            self._written_at = self._clock()
             written = await self._store.write(
-                {**state.arms, **wanted}, expected_version=state.version, author="tuner", reason=reason, now=self._clock()
+                {**state.arms, **wanted},
+                expected_version=state.version,
+                author=_AUTHOR,
+                reason=reason,
+                now=self._written_at,
             )
         except VersionConflict:
             return state, "somebody else wrote newer knobs; held until the next interval"
@@ -251,7 +296,7 @@ class Tuner:
                 replicas = await self._store.applied()
             except ConfigStoreUnavailable as error:
                 return 0, 0, f"config store: {error}"
-            behind = sorted(item.replica for item in replicas if item.version < state.version)
+            behind = sorted(item.replica for item in replicas if item.version != state.version)
             confirmed = len(replicas) - len(behind)
             if replicas and not behind:
                 return len(replicas), confirmed, ""
@@ -260,12 +305,30 @@ class Tuner:
                     return 0, 0, "no replica reports its knobs: is the gateway running in this namespace?"
                 return len(replicas), confirmed, f"version {state.version} not confirmed by {', '.join(behind)}"
 
+    async def _write_records(self) -> str:
+        """Write the decisions that wait, the oldest first; returns why some still do, or ``""``."""
+        if not self._waiting:
+            return ""
+        try:
+            await asyncio.to_thread(self._write_waiting)
+        except LedgerError as error:
+            given_up = f", {self._given_up} older ones are given up" if self._given_up else ""
+            return f"ledger: {str(error).removeprefix('ledger ')} ({len(self._waiting)} decisions wait{given_up})"
+        return ""
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._recorder.record_decision(self._waiting[0])
+            self._waiting.popleft()
+
     def _record(self, turn: Interval, written: Mapping[str, Knobs]) -> None:
+        """Queue what happened for the ledger."""
         for arm, step in turn.arms.items():
             proposal, verdict = step.proposal, step.verdict
             policy = self._policies.get(arm)
             reason = "observed only" if verdict is None else f"{verdict.reason} ({proposal.reason if proposal else ''})"
-            self._recorder.record_decision(
+            self._given_up += len(self._waiting) == MOST_WAITING
+            self._waiting.append(
                 DecisionRecord(
                     at=turn.at,
                     namespace=self._settings.namespace,
@@ -285,3 +348,8 @@ class Tuner:
             )
             if arm not in written and arm in self._change_steps:
                 self._change_steps[arm] = 0.0
+
+
+def _held(step: ArmStep) -> ArmStep:
+    """The step of an arm whose new knobs a fault of the turn kept from being written."""
+    return replace(step, verdict=Verdict(step.knobs, "hold", "not applied"))

@@ -33,6 +33,14 @@ _SENDER_BYTES = 8
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+def _whole(value: bytes | None, default: int) -> int:
+    """Return a number of Redis as a whole one: Lua writes large ones as ``1e+15``; what is none counts as ``default``."""
+    try:
+        return int(float(value)) if value else default
+    except (ValueError, OverflowError):
+        return default
+
+
 def check_name(what: str, name: str) -> str:
     """Return a name that goes into Redis keys and channel patterns as it is.
 
@@ -222,7 +230,8 @@ class RedisTier:
             pipe.hlen(entries)
             pipe.hmget(state, ["bytes", "budget"])
             count, (used, budget) = await self._call(pipe.execute, self._write_deadline)
-        return TierStats(count, int(used or 0), int(budget or self._budgets.get(arm, 0)), self._evictions.get(arm, 0))
+        known = self._budgets.get(arm, 0)
+        return TierStats(count, _whole(used, 0), _whole(budget, known), self._evictions.get(arm, 0))
 
     async def close(self) -> None:
         """Send the last touches and close the connections; a Redis that is away is not waited for."""

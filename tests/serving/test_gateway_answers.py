@@ -127,6 +127,26 @@ async def test_other_paths_and_methods_are_refused_by_name(client: Client) -> No
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
 
 
+async def _nothing() -> Any:
+    return {"type": "http.request", "body": b""}
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+async def test_a_probe_may_ask_with_head(client: Client, path: str) -> None:
+    got, head = await client.request("GET", path), await client.request("HEAD", path)
+    assert (head.status, head.body) == (200, b"")
+    assert head.headers["content-length"] == str(len(got.body))
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:  # without the server, which would drop a body itself
+        sent.append(message)
+
+    await client.gateway({"type": "http", "method": "HEAD", "path": path, "headers": []}, _nothing, send)
+    assert [message.get("body") for message in sent] == [None, b""]
+    refused = await client.request("POST", path)
+    assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")
+
+
 async def test_a_body_over_the_limit_is_refused(model: LlmSimProcess) -> None:
     async with running({"upstream": {"base_url": model.base_url}, "max_request_bytes": 1000}) as client:
         assert (await client.ask("x" * 2000)).status == 413
@@ -158,14 +178,37 @@ def _with(**changes: Any) -> bytes:
         (_with(choices=[COMPLETE["choices"][0], {"index": 1, "finish_reason": "length"}]), "application/json"),
         (b"{", "application/json"),
         (json.dumps(COMPLETE).encode(), "text/plain"),
+        (json.dumps(COMPLETE).encode(), "application/json-seq"),
     ],
-    ids=["no choices", "unfinished", "one of two cut", "not JSON", "another media type"],
+    ids=["no choices", "unfinished", "one of two cut", "not JSON", "another media type", "a longer media type"],
 )
 async def test_what_is_not_a_complete_json_answer_is_passed_on_and_not_kept(body: bytes, content_type: str) -> None:
     upstream = Upstream(body, content_type=content_type)
     async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
         assert [(await client.ask("hello")).body for _ in range(2)] == [body, body]
     assert len(upstream.requests) == 2
+
+
+async def test_a_media_type_is_json_in_any_case_and_with_parameters() -> None:
+    upstream = Upstream(content_type="Application/JSON ; charset=utf-8")
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        assert [(await client.ask("hello")).cache for _ in range(2)] == ["MISS", "HIT"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_redirect_of_the_upstream_is_passed_on_and_not_followed(stream: bool) -> None:
+    upstream, asked = Upstream(), 0
+
+    async def moved(request: Request) -> Response:
+        nonlocal asked
+        asked += 1
+        return Response(status_code=307, headers={"location": "/v1/chat/completions"})
+
+    upstream.app.routes.append(Route("/old/chat/completions", moved, methods=["POST"]))
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/old"}}) as client:
+        reply = await client.request("POST", "/v1/chat/completions", json=chat("hello", stream=stream), allow_redirects=False)
+        assert reply.status == 307
+    assert (asked, upstream.requests) == (1, [])
 
 
 async def test_an_unreachable_upstream_is_a_502_that_names_it() -> None:
@@ -264,3 +307,36 @@ async def test_one_question_written_in_two_ways_is_one_question(client: Client) 
     first = await client.request("POST", "/v1/chat/completions", data=raw)
     assert first.status == 200
     assert (await client.ask(text)).cache == "HIT"
+
+
+@pytest.mark.parametrize("field", ['"model":"m","messages":[{"content":%s}]', '"messages":[{}],"model":%s'])
+async def test_json_nested_too_deeply_is_a_400(client: Client, field: str) -> None:
+    body = "{" + field % ("[" * 500 + "]" * 500) + "}"
+    reply = await client.request("POST", "/v1/chat/completions", data=body)
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+    assert "deep" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"choices": [{**COMPLETE["choices"][0], "finish_reason": reason}]} for reason in ("error", "content_filter", "", 5)]
+    + [{"choices": [{"finish_reason": "stop"}]}, {"error": {"message": "overloaded"}}],
+    ids=["error", "filtered", "empty reason", "no reason", "no message", "an error in a 200"],
+)
+async def test_an_answer_that_did_not_end_by_itself_is_not_kept(changes: dict[str, Any]) -> None:
+    upstream = Upstream(_with(**changes))
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        assert [(await client.ask("hello")).cache for _ in range(2)] == ["MISS", "MISS"]
+
+
+async def test_absurd_token_counts_are_no_error(redis_url: str, namespace: str) -> None:
+    upstream = Upstream(_with(usage={"prompt_tokens": 2**40, "completion_tokens": 2**63}))
+    settings = {"redis_url": redis_url, "namespace": namespace}
+    async with served(upstream.app) as url, running({**settings, "upstream": {"base_url": f"{url}/v1"}}) as client:
+        assert [(await client.ask("hello")).status for _ in range(2)] == [200, 200]
+
+
+async def test_headers_that_are_not_latin_are_passed_back() -> None:
+    upstream = Upstream(content_type="application/json; note=\u2026".encode().decode("latin-1"))
+    async with served(upstream.app) as url, running({"upstream": {"base_url": f"{url}/v1"}}) as client:
+        assert (await client.ask("hello")).status == 200

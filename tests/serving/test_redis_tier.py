@@ -171,6 +171,13 @@ async def test_an_unused_arm_is_garbage_as_a_whole_no_entry_by_itself(tier: Redi
     assert 6 * 86_400 < remaining[0] <= 7 * 86_400
 
 
+async def test_numbers_as_lua_writes_them_and_what_is_none_are_read(tier: RedisTier, raw: Redis, namespace: str) -> None:
+    await tier.resize("a", 3000)
+    await raw.hset(f"cachepilot:{{{namespace}:a}}:state", mapping={"bytes": "1.5e+15", "budget": "junk"})
+    stats = await tier.stats("a")
+    assert (stats.bytes, stats.budget) == (1_500_000_000_000_000, 3000)
+
+
 @pytest.mark.parametrize("lost", ["entries", "order", "state"])
 async def test_should_redis_drop_a_part_the_budget_still_holds(tier: RedisTier, raw: Redis, namespace: str, lost: str) -> None:
     await tier.resize("a", 5000)

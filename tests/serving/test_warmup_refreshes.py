@@ -61,6 +61,10 @@ def _request(name: str) -> Remembered:
     return Remembered(Fingerprint(hashlib.sha256(name.encode()).digest(), b"", name), name.encode(), {})
 
 
+def _key(name: str) -> int:
+    return key64(_request(name).fingerprint.key)
+
+
 async def test_the_hottest_share_is_refreshed_the_hottest_first() -> None:
     arm = Arm(WarmupRules(), max_inflight=10)
     await arm.set(0.5)
@@ -107,6 +111,27 @@ async def test_no_more_run_at_once_than_allowed() -> None:
     arm.gate.set()
     await arm.warmer.drain()
     assert len(await arm.tick()) == 2
+
+
+async def test_remembered_bodies_keep_to_their_bytes_and_the_coldest_go_first() -> None:
+    arm = Arm(WarmupRules(), max_bytes=40)
+    for number in range(4):
+        arm.ask(f"request {number}", 3 if number == 0 else 2 if number == 3 else 1)  # 9 bytes each
+    arm.ask("request 4")
+    arm.ask("x" * 41)
+    known = [name for name in (*(f"request {number}" for number in range(5)), "x" * 41) if arm.warmer.knows(_key(name))]
+    # Of the two that are coldest the older one goes; a body that would not fit at all is not kept.
+    assert known == ["request 0", "request 2", "request 3", "request 4"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=80))
+def test_no_sequence_of_requests_is_remembered_beyond_the_bytes(asked: list[tuple[int, int]]) -> None:
+    arm = Arm(WarmupRules(capacity=3), max_bytes=60)
+    for number, times in asked:
+        arm.ask("b" * number + "!", times)
+        assert arm.warmer.knows(_key("b" * number + "!"))
+        held = sum(length + 1 for length in range(31) if arm.warmer.knows(_key("b" * length + "!")))
+        assert held <= 60
 
 
 async def test_a_key_whose_request_is_not_known_here_is_left_to_others() -> None:

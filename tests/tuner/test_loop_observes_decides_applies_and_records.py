@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sqlite3
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis import Redis
 
 from agents.baselines import StaticPolicy
 from agents.policy import Policy
@@ -15,7 +20,7 @@ from agents.registry import load_policy
 from envs.objective import Prices
 from envs.scrape_source import ScrapeSource
 from experiments.ledger import Ledger
-from serving.config_store import AppliedState, DesiredState
+from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState
 from serving.knobs import MIB, Knobs, KnobSpace
 from serving.metrics import LATENCY_BUCKETS
 from serving.redis_config_store import RedisConfigStore
@@ -82,7 +87,7 @@ class Bench:
         self.clock = Clock()
         self.store = store
         self.exporter = exporter
-        self.ledger = Ledger(f"sqlite:///{directory / 'ledger.db'}")
+        self.ledger = Ledger(f"sqlite:///{directory / 'ledger.db'}", timeout=0.05)
         self.source = ScrapeSource([exporter.url], clock=self.clock)
         self.tuner = Tuner(
             store=store,
@@ -242,3 +247,188 @@ async def test_the_loop_ends_when_told(bench: Bench) -> None:
     await bench.tuner.start(INITIAL)
     bench.clock.ended = True
     assert await bench.tuner.run() == 0
+
+
+async def test_knobs_that_redis_lost_are_put_back_and_the_loop_goes_on(
+    exporter: Exporter, tmp_path: Path, namespace: str
+) -> None:
+    with RedisServer(tcp=True) as first:
+        store = RedisConfigStore(first.url, namespace)
+        bench = Bench(store, exporter, tmp_path, StaticPolicy(WANTED), namespace)
+        await bench.tuner.start(INITIAL)
+        bench.serve()
+        await bench.report(2, "a")
+        assert (await bench.tuner.step()).state.version == 2
+        port = int(first.url.rsplit(":", 1)[1])
+    with RedisServer(port=port):
+        await bench.report(2, "a")
+        bench.serve(0, 0)
+        turn = await bench.tuner.step()
+        assert "not confirmed by a" in turn.fault  # version 2 of before is not version 1 of now
+        found = await store.read()
+        assert found is not None
+        assert (found.version, found.arms["treatment"]) == (1, WANTED)
+        await bench.report(1, "a")
+        bench.serve(0, 0)
+        assert (await bench.tuner.step()).fault == ""
+    bench.source.close()
+    bench.ledger.close()
+    await store.close()
+
+
+async def test_a_clock_that_is_set_back_does_not_stop_the_loop(bench: Bench) -> None:
+    await bench.tuner.start(INITIAL)
+    await bench.report(1, "a")
+    times: list[float] = []
+
+    def turned(turn: object) -> None:
+        times.append(bench.clock())
+        if len(times) == 1:
+            bench.clock.now -= 3600.0
+
+    await bench.tuner.run(max_intervals=3, on_interval=turned)
+    assert times[1] - (times[0] - 3600.0) <= 2 * 10.0
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["not JSON", '{"version": 9, "arms": {}, "written_at": 0}', '{"version": 1e30, "arms": {}, "written_at": 0}'],
+    ids=["junk", "no arm", "huge"],
+)
+async def test_a_desired_state_that_cannot_be_used_holds_and_is_said(bench: Bench, redis_url: str, document: str) -> None:
+    await bench.tuner.start(INITIAL)
+    bench.serve()
+    await bench.report(1, "a")
+    with Redis.from_url(redis_url) as client:
+        client.hset(f"cachepilot:{{{bench.namespace}}}:desired", "document", document)
+        turn = await bench.tuner.step()
+        assert "config store" in turn.fault
+        assert client.hget(f"cachepilot:{{{bench.namespace}}}:desired", "document") == document.encode()
+
+
+async def test_a_report_that_cannot_be_read_is_left_out(bench: Bench, redis_url: str) -> None:
+    await bench.report(1, "a")
+    with Redis.from_url(redis_url) as client:
+        client.hset(f"cachepilot:{{{bench.namespace}}}:applied", "b", f"{client.time()[0]} junk")
+    assert [item.replica for item in await bench.store.applied()] == ["a"]
+
+
+async def test_a_write_over_a_version_that_is_no_number_holds_and_is_said(bench: Bench, redis_url: str) -> None:
+    await bench.tuner.start(INITIAL)
+    bench.serve()
+    with Redis.from_url(redis_url) as client:
+        client.hset(f"cachepilot:{{{bench.namespace}}}:desired", "version", "junk")
+    turn = await bench.tuner.step()
+    assert "somebody else wrote" in turn.fault
+    verdict = turn.arms["treatment"].verdict
+    assert verdict is not None
+    assert verdict.action == "hold"
+
+
+async def test_a_locked_ledger_holds_and_what_it_missed_is_recorded_once_it_is_free(bench: Bench, tmp_path: Path) -> None:
+    await bench.tuner.start(INITIAL)
+    await bench.report(1, "a")
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    try:
+        bench.serve(0, 0)
+        other.execute("BEGIN EXCLUSIVE")
+        first = await bench.tuner.step()
+        assert first.fault.startswith("ledger: ")
+        assert "locked" in first.fault
+        bench.serve()
+        held = await bench.tuner.step()
+        assert "ledger: " in held.fault
+        assert "2 decisions wait" in held.fault  # those of the turn before
+        assert held.state.version == 1
+        assert bench.ledger.decisions(namespace=bench.namespace) == []
+        other.execute("ROLLBACK")
+    finally:
+        other.close()
+    bench.serve()
+    await bench.report(2, "a")
+    turn = await bench.tuner.step()
+    assert (turn.fault, turn.state.version) == ("", 2)
+    records = [record for record in bench.ledger.decisions(namespace=bench.namespace) if record.arm == "treatment"]
+    assert [record.at for record in records] == [first.at, held.at, turn.at]
+    assert [record.verdict for record in records] == ["hold", "hold", "apply"]
+    assert "ledger: " in records[1].reason
+
+
+async def test_a_ledger_that_blocks_does_not_block_the_event_loop(bench: Bench, tmp_path: Path) -> None:
+    slow = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", timeout=60.0)
+    bench.tuner._recorder = slow
+    await bench.tuner.start(INITIAL)
+    await bench.report(1, "a")
+    bench.serve(0, 0)
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    step = asyncio.create_task(bench.tuner.step())
+    try:
+        # Were the loop blocked, nothing could free the ledger, and the step would end with a fault.
+        while not bench.tuner._waiting:
+            await asyncio.sleep(0.005)
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+    assert (await step).fault == ""
+    assert len(bench.ledger.decisions(namespace=bench.namespace)) == 2
+    slow.close()
+
+
+async def test_the_oldest_of_too_many_waiting_decisions_are_given_up_and_counted(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.loop.MOST_WAITING", 4)
+    bench.tuner._waiting = deque(maxlen=4)
+    await bench.tuner.start(INITIAL)
+    await bench.report(1, "a")
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    turns = []
+    for _ in range(4):
+        bench.serve(0, 0)
+        turns.append(await bench.tuner.step())
+    assert "4 decisions wait, 2 older ones are given up" in turns[-1].fault
+    other.execute("ROLLBACK")
+    other.close()
+    bench.clock.ended = True
+    await bench.tuner.run()  # the end of the loop writes what waits
+    recorded = bench.ledger.decisions(namespace=bench.namespace)
+    assert [record.at for record in recorded] == [turn.at for turn in turns[2:] for _ in range(2)]
+
+
+async def test_another_tuner_on_the_namespace_is_said_and_the_turn_is_held(bench: Bench) -> None:
+    state = await bench.tuner.start(INITIAL)
+    other = {**INITIAL, "treatment": replace(INITIAL["treatment"], cache_size=SPACE.max_size)}
+    await bench.store.write(other, expected_version=state.version, author="tuner", reason="other", now=bench.clock() + 1.0)
+    bench.serve()
+    await bench.report(2, "a")
+    turn = await bench.tuner.step()
+    assert "another tuner writes here too" in turn.fault
+    assert (turn.state.version, turn.arms["treatment"].knobs) == (2, other["treatment"])
+    verdict = turn.arms["treatment"].verdict
+    assert verdict is not None
+    assert verdict.action == "hold"
+    bench.serve()
+    await bench.report(3, "a")
+    assert (await bench.tuner.step()).fault == ""
+
+
+async def test_a_write_of_its_own_whose_answer_was_lost_is_not_another_tuner(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.tuner.start(INITIAL)
+    bench.serve()
+    write = bench.store.write
+
+    async def lossy(*args: Any, **named: Any) -> DesiredState:
+        await write(*args, **named)
+        raise ConfigStoreUnavailable("the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.store, "write", lossy)
+        assert "the answer was lost" in (await bench.tuner.step()).fault
+    bench.serve()
+    await bench.report(2, "a")
+    turn = await bench.tuner.step()
+    assert (turn.fault, turn.state.version) == ("", 2)

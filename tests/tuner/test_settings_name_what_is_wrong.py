@@ -82,3 +82,34 @@ def test_several_faults_are_all_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(write(tmp_path, "gateway: {port: -1}\ntuner: {interval: 0}\n"), {})
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gateway: {upstream: {api_key: hush-1}, arms: {a: {share: 0.4}}}",
+        "gateway: {upstream: {api_key: [hush-1]}}",
+        "gateway: {redis_url: 'http://:hush-1@host'}",
+    ],
+    ids=["a fault of its section", "a fault of its own", "a URL"],
+)
+def test_no_secret_is_in_the_message(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(write(tmp_path, text), {})
+    assert "hush-1" not in str(caught.value)
+    assert "gateway" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("gateway: {arms: {'a b': {share: 1.0}}}", "gateway.arms.a b"),
+        ("gateway: {redis_url: 'redis+sentinel://host'}", "gateway.redis_url"),
+        ("gateway: {warmup: {refreshes_per_second: .inf}}", "gateway.warmup.refreshes_per_second"),
+        ("tuner: {guard: {max_steps: [.nan, 1, 1]}}", "tuner.guard.max_steps.0"),
+        ("tuner: {interval: .inf}", "tuner.interval"),
+    ],
+)
+def test_what_would_fail_only_later_is_refused_at_once(tmp_path: Path, text: str, key: str) -> None:
+    with pytest.raises(SettingsError, match=key.replace(".", r"\.")):
+        load_settings(write(tmp_path, text), {})
