@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from redis import Redis
+
 from serving.knobs import MIB, Knobs
 from serving.redis_config_store import RedisConfigStore
 from serving.tiers.redis import RedisTier
@@ -30,3 +32,10 @@ async def test_it_evicts_nothing_when_its_initial_knobs_are_smaller_than_the_tun
         assert (stats.entries, stats.budget) == (30, 4 * MIB)
     await store.close()
     await config.close()
+
+
+async def test_a_desired_state_that_cannot_be_read_does_not_keep_a_replica_from_starting(redis_url: str, namespace: str) -> None:
+    with Redis.from_url(redis_url) as client:
+        client.hset(f"cachepilot:{{{namespace}}}:desired", mapping={"version": "3", "document": "not JSON"})
+    async with running({"redis_url": redis_url, "namespace": namespace}) as started:
+        assert (await started.request("GET", "/readyz")).json["version"] == 0
