@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ from serving.upstream import Completion, Upstream, UpstreamAnswer, completion_of
 from serving.warmup import NoLeases, RedisLeases, Remembered, Warmer
 
 _log = logging.getLogger(__name__)
+
+FEED_SECONDS = 1.0
+"""How long a start waits for the feed of what other replicas change; without Redis there is none."""
 
 REPORT_SECONDS = 5.0
 """How often a replica repeats which version it runs; a third of what the store takes for death."""
@@ -109,6 +113,9 @@ class Runtime:
                 _log.warning("starting with the initial knobs: %s", error)
         known = desired.arms if desired is not None else {}
         await self.cache.apply({arm: known.get(arm, knobs) for arm, knobs in settings.initial_knobs.items()})
+        # The memory tier starts anew when the feed of changes begins: better before the first answer.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.cache.following(), FEED_SECONDS)
         shared = url is not None and settings.replicas > 1
         self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
         await self._feed.open()
