@@ -336,12 +336,12 @@ def _command() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def _show(value: Any, as_json: bool, render: Callable[[Any], Any] | None = None) -> None:
+def _show(value: Any, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
     elif isinstance(value, list):
         for item in value:
-            _show(item, False, render)
+            _show(item, as_json=False)
     else:
         table = Table(box=None, show_header=False)
         table.add_column(style="dim")
