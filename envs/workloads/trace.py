@@ -28,8 +28,8 @@ class Trace:
         prompt_id: Index into ``prompts``, int64, shape (N,); all -1 where there is no text.
         tenant: Who asks, int32, shape (N,), >= 0; all 0 where the trace does not say.
         document: The document that the answer rests on, int64, shape (N,); -1 for none. Its update makes the answer stale.
-        chain: Place of a prefix block within its request, int32, shape (N,): a row with a place > 0 comes right after the
-            block before it in its request, at the same time, and can only be answered if that was; all 0 where rows do not depend on each other.
+        chain: Place of a prefix block within its request, int32, shape (N,): a row with a place > 0 comes right after the block
+            before it in its request, at the same time, and can only be answered if that was; 0 for rows that need no other.
         update_time: When documents changed, seconds, ascending, float64, shape (U,).
         update_document: Which one, int64, shape (U,).
         flush_time: When everything cached became worthless (a new release of the model), seconds, ascending, float64, shape (F,).
@@ -142,9 +142,7 @@ class Trace:
         """Return the same requests with time running ``factor`` times faster."""
         if not factor > 0:
             raise ValueError(f"compress: expected a factor > 0, got {factor!r}")
-        return replace(
-            self, time=self.time / factor, update_time=self.update_time / factor, flush_time=self.flush_time / factor
-        )
+        return replace(self, time=self.time / factor, update_time=self.update_time / factor, flush_time=self.flush_time / factor)
 
     def prompt(self, row: int) -> str:
         """Return the text of a request; a made name of its key where the trace has no text."""
