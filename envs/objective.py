@@ -7,22 +7,28 @@ P99 above its objective, and the cost of change.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
+from envs.price_book import default_book
+
+Floats = npt.NDArray[np.float64]
+
 GIB = float(1 << 30)
+_BOOK = default_book().values()
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What things cost, in US dollars.
+    """What things cost, in US dollars. Defaults are those of the price book (``envs/prices.yaml``), with their sources there.
 
     Attributes:
         input_mtok: Per million prompt tokens.
         output_mtok: Per million completion tokens.
-        memory_gib_hour: Per GiB-hour of reserved budget.
+        memory_gib_hour: Per GiB-hour of reserved budget: of the store, and of the share that memory holds once more.
         latency_second: Value of one second of one user's waiting.
         stale_answer: Penalty of one answer that is no longer true.
         slo_p99: Latency objective on P99, seconds.
@@ -32,14 +38,14 @@ class Prices:
             for 83 hours of memory.
     """
 
-    input_mtok: float = 0.50
-    output_mtok: float = 1.50
-    memory_gib_hour: float = 0.02
-    latency_second: float = 0.0002
-    stale_answer: float = 0.002
-    slo_p99: float = 2.0
-    slo_second: float = 0.05
-    change_step: float = 0.002
+    input_mtok: float = _BOOK["input_mtok"]
+    output_mtok: float = _BOOK["output_mtok"]
+    memory_gib_hour: float = _BOOK["memory_gib_hour"]
+    latency_second: float = _BOOK["latency_second"]
+    stale_answer: float = _BOOK["stale_answer"]
+    slo_p99: float = _BOOK["slo_p99"]
+    slo_second: float = _BOOK["slo_second"]
+    change_step: float = _BOOK["change_step"]
     time_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -104,28 +110,161 @@ class Cost:
         return {**asdict(self), "total": self.total}
 
 
+COST_TERMS: tuple[str, ...] = tuple(item.name for item in fields(Cost))
+"""Names of the terms of :class:`Cost`, in the order in which they are summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceBatch:
+    """The prices of E lanes: :class:`Prices` with an array of shape (E,) in place of each number."""
+
+    input_mtok: Floats
+    output_mtok: Floats
+    memory_gib_hour: Floats
+    latency_second: Floats
+    stale_answer: Floats
+    slo_p99: Floats
+    slo_second: Floats
+    change_step: Floats
+    time_scale: Floats
+
+    @classmethod
+    def of(cls, prices: Sequence[Prices]) -> PriceBatch:
+        """Gather the prices of some lanes, at least one."""
+        return cls(**{item.name: np.array([getattr(lane, item.name) for lane in prices]) for item in fields(Prices)})
+
+
+@dataclass(frozen=True, slots=True)
+class UsageBatch:
+    """What E lanes used in one window: :class:`Usage` with an array of shape (E,) in place of each number."""
+
+    requests: Floats
+    input_tokens: Floats
+    output_tokens: Floats
+    latency_seconds: Floats
+    p99: Floats
+    stale_hits: Floats
+    budget_bytes: Floats
+    duration: Floats
+    refresh_input_tokens: Floats
+    refresh_output_tokens: Floats
+    change_steps: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class CostBatch:
+    """US dollars per 1,000 requests of E lanes, term by term: :class:`Cost` with arrays of shape (E,)."""
+
+    tokens: Floats
+    refresh: Floats
+    latency: Floats
+    memory: Floats
+    staleness: Floats
+    slo: Floats
+    change: Floats
+    total: Floats
+
+    def lane(self, lane: int) -> Cost:
+        """Return one lane's cost."""
+        return Cost(*(float(getattr(self, name)[lane]) for name in COST_TERMS))
+
+
+def price_batch(usage: UsageBatch, prices: PriceBatch) -> CostBatch:
+    """Price what each lane used.
+
+    Returns:
+        US dollars per 1,000 requests; all NaN for a lane without requests, which has no such price.
+    """
+    with np.errstate(all="ignore"):
+        per_thousand = 1000.0 / np.where(usage.requests > 0, usage.requests, math.nan)
+        tokens = usage.input_tokens * prices.input_mtok + usage.output_tokens * prices.output_mtok
+        refresh = usage.refresh_input_tokens * prices.input_mtok + usage.refresh_output_tokens * prices.output_mtok
+        hours = usage.duration * prices.time_scale / 3600.0
+        over = usage.p99 - prices.slo_p99
+        # A window without requests has no price: not even that of a change.
+        priced = np.where(usage.requests > 0, 0.0, math.nan)
+        terms = (
+            tokens * 1e-6 * per_thousand,
+            refresh * 1e-6 * per_thousand,
+            usage.latency_seconds * prices.latency_second * per_thousand,
+            usage.budget_bytes / GIB * hours * prices.memory_gib_hour * per_thousand,
+            usage.stale_hits * prices.stale_answer * per_thousand,
+            np.where(over > 0, over * prices.slo_second, 0.0) + priced,
+            usage.change_steps * prices.change_step + priced,
+        )
+        total = terms[0] + terms[1] + terms[2] + terms[3] + terms[4] + terms[5] + terms[6]
+    return CostBatch(*terms, total)
+
+
 def price(usage: Usage, prices: Prices) -> Cost:
-    """Price what was used.
+    """Price what was used: :func:`price_batch` of one lane.
 
     Returns:
         US dollars per 1,000 requests; all NaN for a window without requests, which has no such price.
     """
-    if not usage.requests > 0:
-        return Cost(*([math.nan] * 7))
-    per_thousand = 1000.0 / usage.requests
-    tokens = usage.input_tokens * prices.input_mtok + usage.output_tokens * prices.output_mtok
-    refresh = usage.refresh_input_tokens * prices.input_mtok + usage.refresh_output_tokens * prices.output_mtok
-    hours = usage.duration * prices.time_scale / 3600.0
-    over = usage.p99 - prices.slo_p99
-    return Cost(
-        tokens=tokens * 1e-6 * per_thousand,
-        refresh=refresh * 1e-6 * per_thousand,
-        latency=usage.latency_seconds * prices.latency_second * per_thousand,
-        memory=usage.budget_bytes / GIB * hours * prices.memory_gib_hour * per_thousand,
-        staleness=usage.stale_hits * prices.stale_answer * per_thousand,
-        slo=over * prices.slo_second if over > 0 else 0.0,
-        change=usage.change_steps * prices.change_step,
-    )
+    alone = UsageBatch(*(np.array([getattr(usage, item.name)], np.float64) for item in fields(UsageBatch)))
+    return price_batch(alone, PriceBatch.of([prices])).lane(0)
+
+
+@dataclass(frozen=True, slots=True)
+class MissBatch:
+    """What a hit and a miss are like in E lanes; arrays of shape (E,).
+
+    Attributes:
+        input_tokens: Mean prompt tokens of a miss.
+        output_tokens: Mean completion tokens of a miss.
+        miss_latency: Mean latency of a miss, seconds.
+        hit_latency: Mean latency of a hit, seconds.
+    """
+
+    input_tokens: Floats
+    output_tokens: Floats
+    miss_latency: Floats
+    hit_latency: Floats
+
+
+def grid_cost_batch(
+    hits: Floats,
+    stale_hits: Floats,
+    sizes: Floats,
+    *,
+    requests: Floats,
+    duration: Floats,
+    misses: MissBatch,
+    prices: PriceBatch,
+) -> Floats:
+    """Price every setting of the ghost curves of E lanes, each on its own requests.
+
+    Warm-up, the hinge on P99 and the cost of change are not in it: the curve does not know them.
+
+    Args:
+        hits: Hits that each setting would have had in the window, shape (E, S, T).
+        stale_hits: Expected stale hits of each setting, same shape.
+        sizes: ``cache_size`` of each row, bytes, shape (E, S).
+        requests: Requests in the window, shape (E,); where not > 0 the lane's costs mean nothing.
+        duration: Length of the window, seconds by the clock, shape (E,).
+        misses: What a hit and a miss are like.
+        prices: The prices.
+
+    Returns:
+        US dollars per 1,000 requests, shape (E, S, T).
+    """
+    with np.errstate(all="ignore"):
+        per_miss = (
+            (misses.input_tokens * prices.input_mtok + misses.output_tokens * prices.output_mtok) * 1e-6
+            + misses.miss_latency * prices.latency_second
+        )  # fmt: skip
+        per_hit = misses.hit_latency * prices.latency_second
+        hours = duration * prices.time_scale / 3600.0
+        memory = sizes / GIB * (hours * prices.memory_gib_hour / requests)[:, None]
+        # Of a miss everywhere: what each hit saves, what its staleness costs, and the memory. In place: the grids of many lanes
+        # are the largest arrays of a step.
+        cost = np.minimum(hits / requests[:, None, None], 1.0)
+        np.maximum(cost, 0.0, out=cost)
+        cost *= (1000.0 * (per_hit - per_miss))[:, None, None]
+        cost += stale_hits * (1000.0 * prices.stale_answer / requests)[:, None, None]
+        cost += (1000.0 * (memory + per_miss[:, None]))[:, :, None]
+    return cost
 
 
 def grid_cost(
@@ -141,9 +280,7 @@ def grid_cost(
     hit_latency: float,
     prices: Prices,
 ) -> npt.NDArray[np.float64]:
-    """Price every setting of a ghost curve on the same requests.
-
-    Warm-up, the hinge on P99 and the cost of change are not in it: the curve does not know them.
+    """Price every setting of a ghost curve on the same requests: :func:`grid_cost_batch` of one lane.
 
     Args:
         hits: Hits that each setting would have had in the window, shape (sizes, ttls).
@@ -159,17 +296,20 @@ def grid_cost(
 
     Returns:
         US dollars per 1,000 requests, shape (sizes, ttls).
+
+    Raises:
+        ValueError: If ``requests`` is not > 0.
     """
     if not requests > 0:
         raise ValueError(f"grid_cost: requests: expected a number > 0, got {requests!r}")
-    ratio = np.clip(hits / requests, 0.0, 1.0)
-    per_miss = (
-        (input_tokens_per_miss * prices.input_mtok + output_tokens_per_miss * prices.output_mtok) * 1e-6
-        + miss_latency * prices.latency_second
-    )  # fmt: skip
-    per_hit = hit_latency * prices.latency_second
-    hours = duration * prices.time_scale / 3600.0
-    memory = sizes.astype(np.float64) / GIB * hours * prices.memory_gib_hour / requests
-    stale = stale_hits / requests * prices.stale_answer
-    cost: npt.NDArray[np.float64] = 1000.0 * ((1.0 - ratio) * per_miss + ratio * per_hit + memory[:, None] + stale)
+    per_request = (input_tokens_per_miss, output_tokens_per_miss, miss_latency, hit_latency)
+    cost: npt.NDArray[np.float64] = grid_cost_batch(
+        np.asarray(hits, np.float64)[None],
+        np.asarray(stale_hits, np.float64)[None],
+        np.asarray(sizes, np.float64)[None],
+        requests=np.array([requests], np.float64),
+        duration=np.array([duration], np.float64),
+        misses=MissBatch(*(np.array([value], np.float64) for value in per_request)),
+        prices=PriceBatch.of([prices]),
+    )[0]
     return cost

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from envs.objective import Prices
+from envs.price_book import load_price_book
 from envs.simulator.config import SimConfig
 from envs.workloads.generators import sessions
 from envs.workloads.trace import Trace
@@ -148,14 +150,29 @@ class EnvsSettings(Settings):
     """Everything about the environments.
 
     Attributes:
-        prices: What things cost, and the latency objective.
+        prices_file: A price book instead of the package's own (``envs/prices.yaml``); null for that one.
+        prices: What things cost, and the latency objective: single values here go before the book's.
         simulator: The simulated cache.
         workload: The made workload.
     """
 
+    prices_file: Path | None = None
     prices: PricesSettings = PricesSettings()
     simulator: SimulatorSettings = SimulatorSettings()
     workload: WorkloadSettings = WorkloadSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _book_before_defaults(cls, values: Any) -> Any:
+        """Fill in what the named book says and the settings do not."""
+        if not isinstance(values, dict) or not isinstance(values.get("prices_file"), (str, Path)):
+            return values
+        own = values.get("prices") or {}
+        if isinstance(own, PricesSettings):
+            own = own.model_dump(exclude_unset=True)
+        if not isinstance(own, dict):
+            return values
+        return {**values, "prices": {**load_price_book(values["prices_file"]).values(), **own}}
 
     def to_config(self) -> SimConfig:
         """Return the simulator's configuration, priced."""

@@ -130,7 +130,7 @@ def test_the_reward_is_what_was_saved_on_the_same_requests() -> None:
 
 
 def test_wasting_memory_is_punished() -> None:
-    dear = replace(CONFIG, prices=replace(CONFIG.prices, memory_gib_hour=50.0))
+    dear = replace(CONFIG, prices=replace(CONFIG.prices, memory_gib_hour=100.0))
     steps = play(make(config=dear, randomise=FIXED), 0, actions=[1.0, 0.0, 0.0])
     assert sum(reward for _, reward, _ in steps[1:]) < -0.5
 

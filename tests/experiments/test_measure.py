@@ -66,7 +66,7 @@ def test_refreshes_evictions_and_changes_come_from_the_decisions():
     ]
     result = measured(ROWS, decisions, end=10.0)
     assert result.evictions == pytest.approx(8.0)
-    assert result.terms.refresh == pytest.approx((10 * 0.5 + 90 * 1.5) * 1e-6 * 1000 / 5)
+    assert result.terms.refresh == pytest.approx((10 * PRICES.input_mtok + 90 * PRICES.output_mtok) * 1e-6 * 1000 / 5)
     assert result.usage.budget_bytes == pytest.approx((3 * 16 + 7 * 64) / 10 * MIB)
     steps = 15 * math.log(4) / math.log(256)
     assert result.usage.change_steps == pytest.approx(steps * 3 / 5)  # 3 of the 5 requests came in the interval after the change
