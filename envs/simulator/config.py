@@ -23,6 +23,9 @@ class SimConfig:
         upstream: Latency of the model.
         memory_latency: Latency of a hit in the memory tier, seconds.
         store_latency: Latency of a hit in the store (Redis), seconds.
+        semantic_latency: Latency of a hit by meaning (embedding, search, store), seconds.
+        prefix: Whether a prefix block is answered only if the block before it in its request was (``Trace.chain``).
+        semantic: Whether requests may be answered by meaning (``Trace.group``, ``Trace.match_probability``).
         warmup: Rules of the background refreshing.
         refreshes_inflight: Refreshes under way at the same time (:class:`serving.warmup.Warmer`'s ``max_inflight``).
         ghost_keys: Keys that the ghost tracks at most; 0 for no ghost (then curve, entropy, drift and regret are missing).
@@ -40,6 +43,9 @@ class SimConfig:
     upstream: UpstreamModel = field(default_factory=UpstreamModel)
     memory_latency: float = 0.001
     store_latency: float = 0.002
+    semantic_latency: float = 0.012
+    prefix: bool = True
+    semantic: bool = True
     warmup: WarmupRules = field(default_factory=WarmupRules)
     refreshes_inflight: int = 4
     ghost_keys: int = 4096
@@ -53,7 +59,7 @@ class SimConfig:
             raise ValueError(f"simulator: ttl_jitter: expected a width from 0 to below 1, got {self.ttl_jitter!r}")
         if not self.staleness_half_life > 0:
             raise ValueError(f"simulator: staleness_half_life: expected seconds > 0 (or inf), got {self.staleness_half_life!r}")
-        for name in ("memory_latency", "store_latency"):
+        for name in ("memory_latency", "store_latency", "semantic_latency"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"simulator: {name}: expected finite seconds >= 0, got {value!r}")

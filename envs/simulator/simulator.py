@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,10 @@ from envs.objective import Usage
 from envs.signals import ArmSignals
 from envs.simulator import kernel as k
 from envs.simulator.config import SimConfig
-from envs.simulator.prepared import prepare
+from envs.simulator.prepared import Numberings, PreparedTrace, number, prepare
 from envs.workloads.trace import Trace
-from serving.ghost import Ghost
+from serving.ghost import Ghost, GhostWindow
+from serving.ghost_kernel import jitter_units
 from serving.knobs import Knobs
 
 
@@ -27,11 +29,15 @@ class Window:
         signals: The arm's signals, as the tuner sees a live arm's.
         usage: What the window used, ready to be priced; ``change_steps`` is the distance of the knobs from the last window's.
         done: Whether the trace has come to its end.
+        refreshes: Entries refreshed in the window.
+        byte_hit_ratio: Bytes of the entries that answered over the bytes of all requests' entries; NaN without requests.
     """
 
     signals: ArmSignals
     usage: Usage
     done: bool
+    refreshes: int = 0
+    byte_hit_ratio: float = math.nan
 
 
 class CacheSimulator:
@@ -39,14 +45,23 @@ class CacheSimulator:
 
     The rules are the gateway's: byte-weighted LRU over ``cache_size``, a memory tier of ``l1_share`` of it over the same
     accesses, the TTL decided at read time, warm-up rounds, a flush that spares the hot set; ``tests/contract`` holds the two to
-    each other. Simplifications, all on purpose:
+    each other. Beyond them, what a trace may say of its own:
+
+    * ``chain``: a prefix block is answered only if the one before it in its request was; else it is made and stored anew.
+    * ``group`` and ``match_probability``: a request whose own key has no live entry is answered by a live entry of its group (the
+      one written last) with that probability, drawn once for each request; nothing is stored under its own key then.
+    * ``update_time``: what was written before its document changed is stale with certainty; other answers by their age.
+    * ``flush_time``: everything is removed at once; the hot set stays.
+
+    An entry larger than the budget is not stored and pushes nothing out; with a budget of 0 bytes every request is a miss.
+    Simplifications, all on purpose:
 
     * An answer is in the cache from the moment of the miss on (the gateway writes it when the upstream has answered), so a
       request that arrives meanwhile is a hit. The same holds for refreshes, which so rank by recency in the plan's order.
-    * A semantic trace runs on its exact keys: answers by meaning are not simulated.
     * A latency belongs to the window in which the request arrived.
     * ``gpu_cache_usage`` is the mean share of busy slots; ``upstream_running``, ``upstream_waiting`` are means over the window.
     * Refreshes take slots of the upstream like misses, in the order of their start.
+    * A hit by meaning is stale by the document of the request, not of the entry that answers.
 
     Args:
         trace: The workload. Its prepared form is kept with it, so that further simulators on it start at once.
@@ -71,9 +86,10 @@ class CacheSimulator:
         self.trace = trace
         self.config = config
         self._prepared = prepare(trace)
+        self._own: Numberings | None = None
         first = start if warm_from is None else warm_from
         self._now = self._time_of(first)
-        self._state = _new_state(self._prepared.keys, config, first, self._now)
+        self._state = _new_state(self._prepared, config, trace, first, self._now)
         self._waiting: npt.NDArray[np.float64] = np.empty(0)
         self._ghost = (
             Ghost(
@@ -87,6 +103,8 @@ class CacheSimulator:
             if config.ghost_keys
             else None
         )
+        self._leader: CacheSimulator | None = None
+        self._seen: GhostWindow | None = None
         self._knobs = self._priced = knobs
         self._refreshes = 0
         self.apply(knobs)
@@ -105,7 +123,7 @@ class CacheSimulator:
 
     @property
     def position(self) -> int:
-        """Number of the next request."""
+        """Number of the next request, among those that :meth:`extend` has not dropped."""
         return int(self._state.ints[k.POSITION])
 
     @property
@@ -146,6 +164,61 @@ class CacheSimulator:
             self._ghost.flush()
         return int(k.empty(self._state))
 
+    def follow(self, leader: CacheSimulator) -> None:
+        """Take the ghost's windows from another simulator from now on, which is stepped first and by the same durations.
+
+        The ghost depends on the requests alone, not on the knobs: two caches on the same requests need one.
+        """
+        self._leader, self._ghost = leader, None
+
+    def extend(self, more: Trace) -> None:
+        """Append requests; those that have run are dropped, so that memory grows with the keys and not with the requests.
+
+        Args:
+            more: The next requests and events, on the same clock.
+
+        Raises:
+            ValueError: If a request or event comes before those that are already there, or the trace answers by meaning
+                otherwise than the first one.
+        """
+        columns, state = self._prepared.columns, self._state
+        last = max(self._now, float(columns.time[-1]) if len(columns.time) else -math.inf)
+        for what, moments in (("time", more.time), ("update_time", more.update_time), ("flush_time", more.flush_time)):
+            least = last if what == "time" else self._now
+            if len(moments) and moments[0] < least:
+                raise ValueError(f"simulator: extend: {what}: expected seconds >= {least:g}, got {float(moments[0])!r}")
+        if more.match_probability != self.trace.match_probability:
+            raise ValueError(
+                f"simulator: extend: match_probability: expected {self.trace.match_probability} as before, "
+                f"got {more.match_probability}"
+            )
+        k.count_hot(state, columns)
+        if self._own is None:
+            self._own = self._prepared.numberings.copy()
+        added = number(more, self._own)
+        position = self.position
+        count = len(columns.time)
+        parts: dict[str, Any] = {}
+        for name in k.Columns._fields:
+            old, new = getattr(columns, name), getattr(added.columns, name)
+            if name.startswith("update"):
+                parts[name] = np.concatenate([old[state.ints[k.UPDATE] :], new])
+            elif name == "flush_time":
+                parts[name] = np.concatenate([old[state.ints[k.FLUSH] :], new])
+            elif name in ("chain", "group", "document") and (len(old) != count or len(new) != len(more)):
+                # One of the two has none of it, which stands for a column of zeros.
+                sides = [
+                    side if len(side) == length else np.zeros(length, np.int32)
+                    for side, length in ((old, count), (new, len(more)))
+                ]
+                parts[name] = np.concatenate([sides[0][position:], sides[1]]) if len(old) or len(new) else old
+            else:
+                parts[name] = np.concatenate([old[position:], new])
+        self._prepared = PreparedTrace(k.Columns(**parts), np.concatenate([self._prepared.key[position:], added.key]), self._own)
+        for pointer in (k.POSITION, k.HOT_ROW, k.UPDATE, k.FLUSH):
+            state.ints[pointer] = 0
+        self._state = _grown(state, self._prepared, self.config)
+
     def step(self, duration: float) -> Window:
         """Run the requests that arrive in the next ``duration`` seconds.
 
@@ -156,28 +229,15 @@ class CacheSimulator:
         """
         if not 0 < duration < math.inf:
             raise ValueError(f"simulator: duration: expected finite seconds > 0, got {duration!r}")
-        state, columns = self._state, self._prepared.columns
-        begin, until = self._now, self._now + duration
         first = self.position
-        count = int(np.searchsorted(columns.time, until, side="left")) - first
-        latency, served = np.empty(max(count, 0)), np.empty(max(count, 0), np.int64)
-        # Room for every call that may come to wait: one per request, and as many refreshes as the token bucket allows.
-        refreshes = math.ceil(state.params[k.BURST] + state.params[k.REFRESH_RATE] * (duration + state.params[k.PERIOD])) + 1
-        starts = np.concatenate([self._waiting, np.empty(max(count, 0) + refreshes)])
-        k.run(state, columns, starts, latency, served, begin, until)
-        self._waiting = starts[: state.ints[k.PENDING]].copy()
-        self._now = until
-        if self._ghost is not None and count > 0:
-            self._ghost.access_many(self._prepared.key[first : first + count], served, columns.time[first : first + count])
-        signals = self._signals(duration, latency)
-        steps = self.config.space.to_steps(self._knobs) - self.config.space.to_steps(self._priced)
-        usage = signals.usage(self._knobs.cache_size, float(np.linalg.norm(steps)))
-        self._priced = self._knobs
-        self._refreshes = int(state.ints[k.REFRESHES])
-        # Counters start anew here, not in the next step: what is evicted by a smaller budget belongs to the next window.
-        state.ints[k.FIRST_COUNTER :] = 0
-        state.floats[k.FIRST_SUM :] = 0.0
-        return Window(signals, usage, self.position >= len(columns.time))
+        starts, misses = self.room(duration)
+        until = self._now + duration
+        k.run(self._state, self._prepared.columns, starts, misses, self._now, until)
+        measured = np.empty(len(k.SIGNALS))
+        k.measure(self._state, misses, duration, measured)
+        self.advance(until, starts)
+        seen = self.observe(first)
+        return self._window(duration, dict(zip(k.SIGNALS, measured.tolist(), strict=True)), seen)
 
     def clone(self) -> CacheSimulator:
         """Return an independent copy that continues from here."""
@@ -186,7 +246,64 @@ class CacheSimulator:
         twin._state = k.State._make(array.copy() for array in self._state)
         twin._waiting = self._waiting.copy()
         twin._ghost = None if self._ghost is None else self._ghost.clone()
+        twin._own = None if self._own is None else self._own.copy()
         return twin
+
+    # -- the parts of a step, for SimulatorBatch ----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> k.State:
+        """What the kernel remembers."""
+        return self._state
+
+    @property
+    def columns(self) -> k.Columns:
+        """What the kernel reads."""
+        return self._prepared.columns
+
+    def room(self, duration: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return the arrays that the kernel needs for a window: calls that wait (and may come to), latencies of misses."""
+        state = self._state
+        count = max(int(np.searchsorted(self.columns.time, self._now + duration, side="left")) - self.position, 0)
+        # Room for every call that may come to wait: one per request, and as many refreshes as the token bucket allows.
+        refreshes = math.ceil(state.params[k.BURST] + state.params[k.REFRESH_RATE] * (duration + state.params[k.PERIOD])) + 1
+        return np.concatenate([self._waiting, np.empty(count + refreshes)]), np.empty(count)
+
+    def advance(self, until: float, starts: npt.NDArray[np.float64]) -> None:
+        """Note that the kernel has run up to ``until``."""
+        self._waiting = starts[: self._state.ints[k.PENDING]].copy()
+        self._now = until
+
+    def observe(self, first: int) -> GhostWindow | None:
+        """Show the ghost the requests from ``first`` on that have run; return its window, or that of the one it follows.
+
+        Raises:
+            ValueError: If the simulator that is followed has not come as far.
+        """
+        if self._leader is not None:
+            if self._leader.now != self._now:
+                raise ValueError(f"simulator: follow: expected a leader at {self._now} s, it is at {self._leader.now} s")
+            self._seen = self._leader._seen
+        elif self._ghost is not None:
+            columns, last = self._prepared.columns, self.position
+            begin = first
+            # What a flush of the trace's own emptied, the ghost's caches lose at the same moment.
+            flushes = columns.flush_time[: self._state.ints[k.FLUSH]]
+            for moment in flushes[flushes >= (columns.time[first] if first < len(columns.time) else math.inf)]:
+                end = int(np.searchsorted(columns.time[:last], moment, side="left"))
+                if end >= begin:
+                    self._show(begin, end)
+                    self._ghost.flush()
+                    begin = end
+            self._show(begin, last)
+            self._seen = self._ghost.take()
+        return self._seen
+
+    def _show(self, first: int, last: int) -> None:
+        columns = self._prepared.columns
+        if self._ghost is not None and last > first:
+            sizes = columns.size[first:last].astype(np.int64)
+            self._ghost.access_many(self._prepared.key[first:last], sizes, columns.time[first:last])
 
     def _time_of(self, row: int) -> float:
         time = self._prepared.columns.time
@@ -194,55 +311,38 @@ class CacheSimulator:
             return float(time[row]) if row else 0.0
         return float(time[-1]) if len(time) else 0.0
 
-    def _signals(self, duration: float, latency: npt.NDArray[np.float64]) -> ArmSignals:
-        ints, floats = self._state.ints, self._state.floats
-        requests, hits = len(latency), int(ints[k.MEMORY_HITS] + ints[k.STORE_HITS])
-        misses = int(ints[k.MISSES])
-        p50, p99 = np.quantile(latency, (0.5, 0.99)) if requests else (math.nan, math.nan)
-        seen = self._ghost.take() if self._ghost is not None else None
-        running = float(floats[k.BUSY_SECONDS]) / duration
+    def _window(self, duration: float, measured: dict[str, float], seen: GhostWindow | None) -> Window:
+        tiers = {tier: measured.pop(tier) for tier in ("memory", "redis", "vector")}
+        if not self._state.params[k.MATCH] > 0.0:
+            del tiers["vector"]
+        refreshes, byte_hit_ratio = measured.pop("refreshes"), measured.pop("byte_hit_ratio")
+        known: dict[str, Any] = dict(measured)
         signals = ArmSignals(
             arm=self.config.arm,
             at=self._now,
             window=duration,
-            requests=float(requests),
-            qps=requests / duration,
-            hit_ratio=_ratio(hits, requests),
-            hit_ratio_by_tier={
-                "memory": _ratio(int(ints[k.MEMORY_HITS]), requests),
-                "redis": _ratio(int(ints[k.STORE_HITS]), requests),
-            },
-            p50=float(p50),
-            p99=float(p99),
-            latency_sum=float(latency.sum()),
-            hit_latency=_ratio(float(floats[k.HIT_SECONDS]), hits),
-            miss_latency=_ratio(float(floats[k.MISS_SECONDS]), misses),
-            resident_bytes=float(ints[k.STORE_BYTES]),
-            evictions=float(ints[k.EVICTIONS]),
-            expirations=float(ints[k.EXPIRATIONS]),
-            stale_hits=float(floats[k.STALE]),
-            input_tokens=float(ints[k.INPUT]),
-            output_tokens=float(ints[k.OUTPUT]),
-            refresh_input_tokens=float(ints[k.REFRESH_INPUT]),
-            refresh_output_tokens=float(ints[k.REFRESH_OUTPUT]),
-            upstream_running=running,
-            upstream_waiting=float(floats[k.WAIT_SECONDS]) / duration,
-            gpu_cache_usage=running / self.config.upstream.slots,
+            hit_ratio_by_tier=tiers,
             entropy=seen.entropy if seen else math.nan,
             drift=seen.drift if seen else math.nan,
             ghost=seen.curve if seen else None,
+            **known,
         )
-        return replace(signals, regret=regret(signals, self._knobs, self.config.prices))
+        steps = self.config.space.to_steps(self._knobs) - self.config.space.to_steps(self._priced)
+        usage = signals.usage(self._knobs.cache_size, float(np.linalg.norm(steps)))
+        self._priced = self._knobs
+        self._refreshes = int(refreshes)
+        signals = replace(signals, regret=regret(signals, self._knobs, self.config.prices))
+        return Window(signals, usage, self.position >= len(self.columns.time), self._refreshes, byte_hit_ratio)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
-
-
-def _new_state(keys: int, config: SimConfig, position: int, now: float) -> k.State:
+def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, position: int, now: float) -> k.State:
     warmup = config.warmup
+    columns = prepared.columns
     ints = np.zeros(k.N_INTS, np.int64)
-    ints[k.POSITION] = position
+    ints[k.POSITION] = ints[k.HOT_ROW] = position
+    # Events before the start never happened; one at the start's very moment does.
+    ints[k.UPDATE] = np.searchsorted(columns.update_time, now, side="left") if position else 0
+    ints[k.FLUSH] = np.searchsorted(columns.flush_time, now, side="left") if position else 0
     floats = np.zeros(k.N_FLOATS)
     floats[k.NEXT_TICK] = now + warmup.period
     floats[k.BUCKET] = max(1.0, warmup.burst)
@@ -251,17 +351,23 @@ def _new_state(keys: int, config: SimConfig, position: int, now: float) -> k.Sta
     params[k.JITTER] = config.ttl_jitter
     params[k.HALF_LIFE] = config.staleness_half_life
     params[k.MEMORY_LATENCY], params[k.STORE_LATENCY] = config.memory_latency, config.store_latency
+    params[k.VECTOR_LATENCY] = config.semantic_latency
     params[k.TTFT], params[k.TPOT] = config.upstream.ttft, config.upstream.tpot
     params[k.CONTENTION] = config.upstream.contention
     params[k.HOT_CAPACITY], params[k.HOT_HALF_LIFE] = warmup.capacity, warmup.half_life
     params[k.MIN_SCORE], params[k.PERIOD] = warmup.min_score, warmup.period
     params[k.REFRESH_AHEAD] = warmup.refresh_ahead
     params[k.REFRESH_RATE], params[k.BURST] = warmup.refreshes_per_second, max(1.0, warmup.burst)
-    return k.State(
-        links=np.zeros((keys + 1, 4), np.int32),
-        entry=np.zeros((keys + 1, 5), np.int64),
-        written=np.zeros(keys + 1),
-        weight=np.zeros(keys + 1),
+    params[k.MATCH] = trace.match_probability if config.semantic else 0.0
+    state = k.State(
+        records=np.zeros(1, k.RECORD),
+        names=np.zeros(1, np.uint64),
+        ring=np.zeros(1, np.int32),
+        kin=np.zeros((1, 3), np.int32),
+        newest=np.zeros(1, np.int32),
+        updated=np.full(1, -math.inf),
+        asked=np.zeros((1, 3), np.int32),
+        weight=np.zeros(1),
         hot=np.zeros(2 * warmup.capacity + 1, np.int32),
         busy=np.full(config.upstream.slots, now),
         refreshing=np.full(config.refreshes_inflight, now),
@@ -269,3 +375,37 @@ def _new_state(keys: int, config: SimConfig, position: int, now: float) -> k.Sta
         floats=floats,
         params=params,
     )
+    return _grown(state, prepared, config)
+
+
+def _grown(state: k.State, prepared: PreparedTrace, config: SimConfig) -> k.State:
+    """Return a state with room for all that is numbered, and with the settings that depend on what a trace has."""
+    numberings, columns, params = prepared.numberings, prepared.columns, state.params
+    params[k.PREFIX] = config.prefix and len(columns.chain) > 0
+    params[k.DOCUMENTS] = len(columns.document) > 0
+    semantic = params[k.MATCH] > 0.0
+    known, keys = len(state.names) - 1, numberings.keys.count
+    arrays = state._asdict()
+    if keys > known:
+        # Twice the room that is needed, but for the first time: extending little by little must not copy each time.
+        room = keys + 1 if not known else max(keys + 1, 2 * len(state.records))
+        if room > len(state.records):
+            for name in ("records", "weight", "asked") + (("kin",) if semantic else ()):
+                arrays[name] = _longer(arrays[name], room)
+            arrays["ring"] = np.zeros(1 << (2 * room).bit_length(), np.int32)
+            k.compact(state, arrays["ring"])
+        arrays["names"] = numberings.keys.names.copy()
+        arrays["records"]["unit"][known + 1 : keys + 1] = jitter_units(numberings.keys.names[known + 1 :].copy())
+    arrays["newest"] = _longer(state.newest, numberings.groups.count + 1)
+    arrays["updated"] = _longer(state.updated, numberings.documents.count + 1, -math.inf)
+    return k.State(**arrays)
+
+
+def _longer(array: npt.NDArray[Any], length: int, fill: float = 0) -> npt.NDArray[Any]:
+    if length <= len(array):
+        return array
+    longer = np.zeros((length, *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    if fill:
+        longer[len(array) :] = fill
+    return longer
