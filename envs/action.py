@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from envs.knob_batch import Floats, SpaceBatch, to_array, to_knobs
 from serving.knobs import Knobs, KnobSpace
 
 RADIUS: tuple[float, float, float] = (3.0, 2.0, 2.0)
@@ -14,13 +15,38 @@ RESOLUTION = 0.25
 """Residuals are rounded to this share of a grid step, so that a policy that means to stay does not dither."""
 
 
+def residual_batch(actions: npt.ArrayLike, anchors: Floats, spaces: SpaceBatch, radius: tuple[float, float, float]) -> Floats:
+    """Return the knobs that the actions of E lanes ask for.
+
+    Args:
+        actions: Three numbers in [-1, 1] (clipped) per lane: size, TTL, warm-up ratio; 0 is the anchor itself. Shape (E, 3).
+        anchors: Where each residual starts, shape (E, 3).
+        spaces: The knob spaces; the results lie within their bounds.
+        radius: Grid steps that an action of 1 stands for.
+
+    Returns:
+        Knobs, shape (E, 3).
+
+    Raises:
+        ValueError: If an action is not three finite numbers.
+    """
+    values = np.asarray(actions, np.float64)
+    if values.shape != anchors.shape:
+        raise ValueError(f"action: expected three finite numbers in [-1, 1] for each of {len(anchors)} lanes, got {values.shape}")
+    for lane in np.flatnonzero(~np.isfinite(values).all(axis=1)):
+        raise ValueError(f"action: lane {lane}: expected three finite numbers in [-1, 1], got {values[lane]}")
+    shift = np.rint(np.minimum(np.maximum(values, -1.0), 1.0) * np.asarray(radius, np.float64) / RESOLUTION) * RESOLUTION
+    moved = spaces.from_steps(spaces.to_steps(anchors) + shift)
+    return np.where(shift.any(axis=1, keepdims=True), moved, spaces.clip(anchors))
+
+
 def residual(
     action: npt.ArrayLike,
     anchor: Knobs,
     space: KnobSpace,
     radius: tuple[float, float, float] = RADIUS,
 ) -> Knobs:
-    """Return the knobs that an action asks for.
+    """Return the knobs that an action asks for: :func:`residual_batch` of one lane.
 
     Args:
         action: Three numbers in [-1, 1] (clipped): size, TTL, warm-up ratio; 0 is the anchor itself.
@@ -34,18 +60,35 @@ def residual(
     values = np.asarray(action, dtype=np.float64)
     if values.shape != (3,) or not np.all(np.isfinite(values)):
         raise ValueError(f"action: expected three finite numbers in [-1, 1], got {action!r}")
-    shift = np.rint(np.clip(values, -1.0, 1.0) * np.asarray(radius, np.float64) / RESOLUTION) * RESOLUTION
-    if not shift.any():
-        return space.clip(anchor)
-    return space.from_steps(space.to_steps(anchor) + shift)
+    return to_knobs(residual_batch(values[None], to_array([anchor]), SpaceBatch.of([space]), radius)[0])
 
 
 MAX_STEPS: tuple[float, float, float] = (2.0, 2.0, 2.0)
 """Most that each knob may move in one interval, grid steps; the guard of a live cache allows the same by default."""
 
 
+def limit_step_batch(wanted: Floats, current: Floats, spaces: SpaceBatch, max_steps: tuple[float, float, float]) -> Floats:
+    """Return ``wanted``, or the farthest point on the way to it that one interval allows, for each of E lanes.
+
+    Args:
+        wanted: Where to go, shape (E, 3).
+        current: The knobs in force, shape (E, 3).
+        spaces: The knob spaces; the results lie within their bounds.
+        max_steps: Most that each knob may move, grid steps, each > 0.
+
+    Returns:
+        Knobs, shape (E, 3).
+    """
+    here = spaces.to_steps(current)
+    move = spaces.to_steps(wanted) - here
+    bound = np.asarray(max_steps, np.float64)
+    near = (np.abs(move) <= bound + 1e-9).all(axis=1, keepdims=True)
+    limited = spaces.from_steps(here + np.minimum(np.maximum(move, -bound), bound))
+    return np.where(near, spaces.clip(wanted), limited)
+
+
 def limit_step(wanted: Knobs, current: Knobs, space: KnobSpace, max_steps: tuple[float, float, float] = MAX_STEPS) -> Knobs:
-    """Return ``wanted``, or the farthest point on the way to it that one interval allows.
+    """Return ``wanted``, or the farthest point on the way to it that one interval allows: :func:`limit_step_batch` of one lane.
 
     Args:
         wanted: Where to go.
@@ -53,9 +96,4 @@ def limit_step(wanted: Knobs, current: Knobs, space: KnobSpace, max_steps: tuple
         space: The knob space; the result lies within its bounds.
         max_steps: Most that each knob may move, grid steps, each > 0.
     """
-    here = space.to_steps(current)
-    move = space.to_steps(wanted) - here
-    bound = np.asarray(max_steps, np.float64)
-    if np.all(np.abs(move) <= bound + 1e-9):
-        return space.clip(wanted)
-    return space.from_steps(here + np.clip(move, -bound, bound))
+    return to_knobs(limit_step_batch(to_array([wanted]), to_array([current]), SpaceBatch.of([space]), max_steps)[0])

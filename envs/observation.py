@@ -17,9 +17,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from envs.objective import Cost, Prices, price
+from envs.knob_batch import Floats, SpaceBatch, distance, put_lanes, to_array, to_knobs
+from envs.objective import Cost, CostBatch, PriceBatch, Prices, price_batch
+from envs.signal_batch import ABSURD, SignalBatch
 from envs.signals import NAN, ArmSignals
-from envs.smoothing import CurveSmoother, cost_at
+from envs.smoothing import CurveReadings, CurveSmootherBatch, Indices, Place
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs, KnobSpace
 
@@ -71,27 +73,6 @@ class Component:
     def normalisation(self) -> str:
         """The formula, in words for docs and for the schema."""
         return _FORMS[self.kind][2].format(scale=self.scale)
-
-    def normalise(self, value: float) -> float | None:
-        """Return the normalised value, or None where ``value`` is missing, not finite or outside the formula's domain."""
-        if not math.isfinite(value):
-            return None
-        if self.kind == "share":
-            result = value
-        elif self.kind == "centred":
-            result = 2.0 * value - 1.0
-        elif self.kind == "offset":
-            result = value / self.scale
-        elif self.kind == "ratio":
-            if value <= 0:
-                return None
-            result = math.log(value) / math.log(self.scale)
-        else:
-            if value < 0:
-                return None
-            result = math.log1p(value) / math.log1p(self.scale)
-        low, high, _ = _FORMS[self.kind]
-        return min(max(result, low), high)
 
 
 SIZE_NEIGHBOURS = (-3, -2, -1, 1, 2, 3)
@@ -154,8 +135,16 @@ HIGH: npt.NDArray[np.float32] = np.array([c.high for c in COMPONENTS] + [1.0] * 
 
 _INDEX = {component.name: index for index, component in enumerate(COMPONENTS)}
 _BIT = {name: len(COMPONENTS) + index for index, name in enumerate(VALIDITY)}
-_ABSURD = 1e15
-"""Signals beyond this are taken for broken: they would overwhelm every moving average for hours."""
+_SIGNAL_ROWS = np.array([index for index, component in enumerate(COMPONENTS) if component.signal])
+_ROWS: dict[Kind, npt.NDArray[np.intp]] = {
+    kind: np.array([index for index, component in enumerate(COMPONENTS) if component.kind == kind]) for kind in _FORMS
+}
+_SCALES: dict[Kind, Floats] = {kind: np.array([COMPONENTS[row].scale for row in rows])[:, None] for kind, rows in _ROWS.items()}
+_LOGARITHMS = {"ratio": np.log(_SCALES["ratio"]), "count": np.log1p(_SCALES["count"])}
+_FIRST_SIZE, _FIRST_TTL = _INDEX[f"cost_size{SIZE_NEIGHBOURS[0]:+d}"], _INDEX[f"cost_ttl{TTL_NEIGHBOURS[0]:+d}"]
+_FROM_CURVE = np.array(
+    [_INDEX["hit_gap"], *range(_INDEX["anchor_size"], _INDEX["predicted_regret"] + 1)]
+)  # what is unknown while there is no curve
 
 
 def schema() -> dict[str, Any]:
@@ -214,8 +203,221 @@ class Observation:
         return COMPONENTS[_INDEX[name]].name not in _BIT or bool(self.vector[_BIT[name]] > 0.5)
 
 
+@dataclass(frozen=True)
+class Observations:
+    """The observations of E lanes: :class:`Observation`, as arrays.
+
+    Attributes:
+        vectors: Normalised components, then validity bits, float32, shape (E, DIM), finite, within :data:`LOW` and :data:`HIGH`.
+        knobs: The knobs that are applied now, shape (E, 3).
+        spaces: The knob spaces.
+        signals: The windows' signals.
+        readings: The smoothed curves; hold for as long as the builder takes no further window.
+        has_anchor: Whether each lane has a trustworthy curve, shape (E,).
+        anchors: Optimum of each smoothed curve, ``warmup_ratio`` 0, shape (E, 3); means nothing without a curve.
+        current_cost: Predicted cost at the current size and TTL, US dollars per 1,000 requests, shape (E,); likewise.
+        cost: The last window's measured cost.
+        raw: Components before normalisation, shape (len(COMPONENTS), E).
+    """
+
+    vectors: npt.NDArray[np.float32]
+    knobs: Floats
+    spaces: SpaceBatch
+    signals: SignalBatch
+    readings: CurveReadings
+    has_anchor: npt.NDArray[np.bool_]
+    anchors: Floats
+    current_cost: Floats
+    cost: CostBatch
+    raw: Floats
+
+    def lane(self, lane: int, space: KnobSpace, arm: str) -> Observation:
+        """Return one lane's observation, copied."""
+        signals = self.signals.lane(lane, arm)
+        return self._observation(lane, to_knobs(self.knobs[lane]), space, signals)
+
+    def _observation(self, lane: int, knobs: Knobs, space: KnobSpace, signals: ArmSignals) -> Observation:
+        known, last = bool(self.has_anchor[lane]), bool(self.readings.last_valid[lane])
+        vector = self.vectors[lane].copy()
+        raw = dict(zip(_INDEX, self.raw[:, lane].tolist(), strict=True))
+        return Observation(
+            vector=vector,
+            knobs=knobs,
+            space=space,
+            signals=signals,
+            curve=self.readings.curve(lane) if known else None,
+            anchor=to_knobs(self.anchors[lane]) if known else None,
+            last_anchor=space.clip(to_knobs(self.readings.last[lane])) if known and last else None,
+            anchor_cost=float(self.readings.best_cost[lane]) if known else NAN,
+            current_cost=float(self.current_cost[lane]) if known else NAN,
+            cost=self.cost.lane(lane),
+            raw=raw,
+        )
+
+
+class ObservationBatch:
+    """Builds the observations of E arms, window by window; lanes do not depend on each other, to the last bit.
+
+    Args:
+        spaces: The knob spaces.
+        prices: The prices under which the curves are read.
+        smoothing: Weight of the newest window in the moving averages, 0..1 (1: no smoothing).
+        patience: Windows without a usable curve after which the smoothed one is no longer trusted.
+        clock_origin: Clock time at which each workload's own day starts, seconds, shape (E,); matters where time is compressed.
+
+    Raises:
+        ValueError: If ``smoothing`` is not in (0, 1] or ``patience`` is negative.
+    """
+
+    def __init__(
+        self,
+        spaces: SpaceBatch,
+        prices: PriceBatch,
+        smoothing: float = 0.3,
+        *,
+        patience: int = 5,
+        clock_origin: Floats | None = None,
+    ) -> None:
+        if not 0.0 < smoothing <= 1.0:
+            raise ValueError(f"observation: smoothing: expected a weight in (0, 1], got {smoothing!r}")
+        if patience < 0:
+            raise ValueError(f"observation: patience: expected a number of windows >= 0, got {patience!r}")
+        self._spaces = spaces
+        self._prices = prices
+        self._smoothing = smoothing
+        self._clock_origin = np.zeros(len(spaces)) if clock_origin is None else clock_origin
+        self._curves = CurveSmootherBatch(prices, spaces.grid(), smoothing, patience)
+        self._averages = np.full((2, len(spaces)), NAN)  # of requests per second, of cost
+        self._steps = np.full((len(spaces), 3), NAN)
+        self._since_change = np.zeros(len(spaces))
+
+    @property
+    def curves(self) -> CurveSmootherBatch:
+        """The smoothed curves."""
+        return self._curves
+
+    def put(self, lanes: Indices, other: ObservationBatch) -> None:
+        """Continue in ``lanes`` from the state of ``other``'s lanes.
+
+        Raises:
+            ValueError: If the grids of ``other`` have another shape.
+        """
+        self._spaces = self._spaces.put(lanes, other._spaces)
+        self._prices = put_lanes(self._prices, lanes, other._prices)
+        self._curves.put(lanes, other._curves)
+        self._averages[:, lanes] = other._averages
+        for name in ("_clock_origin", "_steps", "_since_change"):
+            getattr(self, name)[lanes] = getattr(other, name)
+
+    def build(self, signals: SignalBatch, knobs: Floats) -> Observations:
+        """Return the observations after one more window.
+
+        Args:
+            signals: The windows' signals.
+            knobs: The knobs that were applied during the window and are applied now, shape (E, 3).
+        """
+        with np.errstate(all="ignore"):
+            return self._build(signals, knobs)
+
+    def _build(self, signals: SignalBatch, knobs: Floats) -> Observations:
+        steps = self._spaces.to_steps(knobs)
+        first = np.isnan(self._steps[:, 0])
+        moved = np.where(first, 0.0, distance(steps, self._steps))
+        self._since_change = np.where(moved == 0.0, self._since_change + 1.0, 0.0)
+        self._steps = steps
+        cost = price_batch(signals.usage(knobs[:, 0], moved), self._prices)
+        readings = self._curves.update(signals)
+
+        raw = np.full((len(COMPONENTS), len(knobs)), NAN)
+        self._from_signals(raw, signals, knobs, cost)
+        current_cost = self._from_curves(raw, signals, readings, knobs, steps)
+        raw[[_INDEX["size"], _INDEX["ttl"], _INDEX["warmup"]]] = (steps / self._spaces.scale).T
+        raw[_INDEX["since_change"]] = self._since_change
+        vectors, valid = _normalise(raw)
+        return Observations(
+            vectors=vectors,
+            knobs=knobs,
+            spaces=self._spaces,
+            signals=signals,
+            readings=readings,
+            has_anchor=readings.valid,
+            anchors=self._spaces.clip(readings.best),
+            current_cost=current_cost,
+            cost=cost,
+            raw=np.where(valid, raw, NAN),
+        )
+
+    def _from_signals(self, raw: Floats, signals: SignalBatch, knobs: Floats, cost: CostBatch) -> None:
+        clean = signals.clean
+        requests, ratio = clean["requests"], clean["hit_ratio"]
+        tokens = clean["input_tokens"] + clean["output_tokens"]
+        refresh = clean["refresh_input_tokens"] + clean["refresh_output_tokens"]
+        at = np.where(np.abs(signals["at"]) < ABSURD, signals["at"], NAN)
+        hour = 2.0 * math.pi * np.fmod((at - self._clock_origin) * self._prices.time_scale, 86_400.0) / 86_400.0
+        trends = self._trends(np.stack([clean["qps"], cost.total]))
+        for name, values in (
+            ("qps", clean["qps"]),
+            ("qps_trend", trends[0]),
+            ("hit_ratio", ratio),
+            ("p99", _over(clean["p99"], self._prices.slo_p99)),
+            ("fill", _over(clean["resident_bytes"], knobs[:, 0])),
+            ("evictions", _over(clean["evictions"], requests)),
+            ("expirations", _over(clean["expirations"], requests)),
+            ("stale", _over(clean["stale_hits"], requests * ratio)),
+            ("refresh", _over(refresh, refresh + tokens)),
+            ("upstream_running", clean["upstream_running"]),
+            ("upstream_waiting", clean["upstream_waiting"]),
+            ("gpu_cache", clean["gpu_cache_usage"]),
+            ("entropy", clean["entropy"] / 16.0),
+            ("drift", clean["drift"]),
+            ("regret", 10.0 * clean["regret"]),
+            ("cost_trend", trends[1]),
+            ("memory_share", _over(cost.memory, cost.total)),
+            ("slo_share", _over(cost.slo, cost.total)),
+            ("hour_sin", np.sin(hour)),
+            ("hour_cos", np.cos(hour)),
+        ):
+            raw[_INDEX[name]] = values
+
+    def _from_curves(self, raw: Floats, signals: SignalBatch, readings: CurveReadings, knobs: Floats, steps: Floats) -> Floats:
+        """Fill in what the curves say; return the predicted cost at the current size and TTL, shape (E,)."""
+        place = Place.of(readings.grid, knobs)
+        costs, best = readings.costs, readings.best_cost
+        hits = readings.hits.reshape(-1).take(place.corners) / readings.requests
+        predicted = place.blend(np.minimum(np.maximum(hits, 0.0), 1.0))
+        current_cost = place.read(costs)
+        anchor, last = self._spaces.to_steps(readings.best), self._spaces.to_steps(readings.last)
+        offset, jump = (steps - anchor).T, (last - anchor).T
+        position = (anchor / self._spaces.scale).T
+        for name, values in (
+            ("hit_gap", signals.clean["hit_ratio"] - predicted),
+            ("anchor_size", position[0]),
+            ("anchor_ttl", position[1]),
+            ("offset_size", offset[0]),
+            ("offset_ttl", offset[1]),
+            ("predicted_regret", _extra(current_cost, best)),
+        ):
+            raw[_INDEX[name]] = values
+        by_size = _neighbours(costs, readings.row, readings.column, SIZE_NEIGHBOURS, axis=1)
+        by_ttl = _neighbours(costs, readings.row, readings.column, TTL_NEIGHBOURS, axis=2)
+        raw[_FIRST_SIZE : _FIRST_SIZE + len(SIZE_NEIGHBOURS)] = _extra(by_size, best)
+        raw[_FIRST_TTL : _FIRST_TTL + len(TTL_NEIGHBOURS)] = _extra(by_ttl, best)
+        raw[_INDEX["last_size"]] = np.where(readings.last_valid, jump[0], NAN)
+        raw[_INDEX["last_ttl"]] = np.where(readings.last_valid, jump[1], NAN)
+        if not readings.valid.all():
+            raw[np.ix_(_FROM_CURVE, ~readings.valid)] = NAN
+        return current_cost
+
+    def _trends(self, values: Floats) -> Floats:
+        """Return values over their moving averages so far (1 at first), then take them in; NaN for what is missing."""
+        good = (values > 0.0) & (values < ABSURD)
+        before = np.where(np.isnan(self._averages), values, self._averages)
+        self._averages = np.where(good, before + self._smoothing * (values - before), self._averages)
+        return np.where(good, values / before, NAN)
+
+
 class ObservationBuilder:
-    """Builds the observations of one arm, window by window; used unchanged by both environments and by the tuner.
+    """Builds the observations of one arm, window by window: :class:`ObservationBatch` of one lane, as the tuner uses it.
 
     Args:
         space: The knob space.
@@ -237,10 +439,6 @@ class ObservationBuilder:
         patience: int = 5,
         clock_origin: float = 0.0,
     ) -> None:
-        if not 0.0 < smoothing <= 1.0:
-            raise ValueError(f"observation: smoothing: expected a weight in (0, 1], got {smoothing!r}")
-        if patience < 0:
-            raise ValueError(f"observation: patience: expected a number of windows >= 0, got {patience!r}")
         self.space = space
         self.prices = prices
         self.smoothing = smoothing
@@ -250,11 +448,13 @@ class ObservationBuilder:
 
     def reset(self) -> None:
         """Forget every earlier window."""
-        self._curve = CurveSmoother(self.prices, self.smoothing, self.patience)
-        self._qps = _Average(self.smoothing)
-        self._cost = _Average(self.smoothing)
-        self._knobs: Knobs | None = None
-        self._since_change = 0
+        self._batch = ObservationBatch(
+            SpaceBatch.of([self.space]),
+            PriceBatch.of([self.prices]),
+            self.smoothing,
+            patience=self.patience,
+            clock_origin=np.array([self.clock_origin], np.float64),
+        )
 
     def build(self, signals: ArmSignals, knobs: Knobs) -> Observation:
         """Return the observation after one more window.
@@ -263,125 +463,48 @@ class ObservationBuilder:
             signals: The window's signals.
             knobs: The knobs that were applied during the window and are applied now.
         """
-        steps = self.space.to_steps(knobs)
-        moved = 0.0 if self._knobs is None else float(np.linalg.norm(steps - self.space.to_steps(self._knobs)))
-        self._since_change = self._since_change + 1 if moved == 0.0 else 0
-        self._knobs = knobs
-        cost = price(signals.usage(float(knobs.cache_size), moved), self.prices)
-
-        self._curve.update(signals)
-        reading = self._curve.read()
-        raw = self._from_signals(signals, knobs, cost)
-        raw.update(self._from_curve(signals, knobs, steps))
-        scale = np.array([self.space.size_steps - 1, self.space.ttl_steps - 1, self.space.warmup_steps - 1], np.float64)
-        raw.update(zip(("size", "ttl", "warmup"), (steps / scale).tolist(), strict=True))
-        raw["since_change"] = float(self._since_change)
-
-        vector = np.zeros(DIM, np.float32)
-        for index, component in enumerate(COMPONENTS):
-            value = component.normalise(raw.get(component.name, NAN))
-            if value is None:
-                raw[component.name] = NAN
-                continue
-            vector[index] = value
-            if component.signal:
-                vector[_BIT[component.name]] = 1.0
-        return Observation(
-            vector=vector,
-            knobs=knobs,
-            space=self.space,
-            signals=signals,
-            curve=None if reading is None else reading.curve,
-            anchor=None if reading is None else self.space.clip(reading.best),
-            last_anchor=None if reading is None or reading.last is None else self.space.clip(reading.last),
-            anchor_cost=NAN if reading is None else reading.best_cost,
-            current_cost=NAN if reading is None else cost_at(reading.costs, reading.curve, knobs),
-            cost=cost,
-            raw=raw,
-        )
-
-    def _from_signals(self, signals: ArmSignals, knobs: Knobs, cost: Cost) -> dict[str, float]:
-        requests = _clean(signals.requests)
-        qps = _clean(signals.qps)
-        hits = requests * _clean(signals.hit_ratio)
-        tokens = _clean(signals.input_tokens) + _clean(signals.output_tokens)
-        refresh = _clean(signals.refresh_input_tokens) + _clean(signals.refresh_output_tokens)
-        total = cost.total
-        at = signals.at if abs(signals.at) < _ABSURD else NAN
-        hour = 2.0 * math.pi * math.fmod((at - self.clock_origin) * self.prices.time_scale, 86_400.0) / 86_400.0
-        return {
-            "qps": qps,
-            "qps_trend": self._qps.ratio(qps),
-            "hit_ratio": _clean(signals.hit_ratio),
-            "p99": _over(_clean(signals.p99), self.prices.slo_p99),
-            "fill": _over(_clean(signals.resident_bytes), float(knobs.cache_size)),
-            "evictions": _over(_clean(signals.evictions), requests),
-            "expirations": _over(_clean(signals.expirations), requests),
-            "stale": _over(_clean(signals.stale_hits), hits),
-            "refresh": _over(refresh, refresh + tokens),
-            "upstream_running": _clean(signals.upstream_running),
-            "upstream_waiting": _clean(signals.upstream_waiting),
-            "gpu_cache": _clean(signals.gpu_cache_usage),
-            "entropy": _clean(signals.entropy) / 16.0,
-            "drift": _clean(signals.drift),
-            "regret": 10.0 * _clean(signals.regret),
-            "cost_trend": self._cost.ratio(total),
-            "memory_share": _over(cost.memory, total),
-            "slo_share": _over(cost.slo, total),
-            "hour_sin": math.sin(hour),
-            "hour_cos": math.cos(hour),
-        }
-
-    def _from_curve(self, signals: ArmSignals, knobs: Knobs, steps: npt.NDArray[np.float64]) -> dict[str, float]:
-        reading = self._curve.read()
-        if reading is None:
-            return {}
-        anchor = self.space.to_steps(reading.best)
-        row, column = reading.index
-        costs, best = reading.costs, reading.best_cost
-        raw = {
-            "anchor_size": float(anchor[0]) / (self.space.size_steps - 1),
-            "anchor_ttl": float(anchor[1]) / (self.space.ttl_steps - 1),
-            "offset_size": float(steps[0] - anchor[0]),
-            "offset_ttl": float(steps[1] - anchor[1]),
-            "hit_gap": _clean(signals.hit_ratio) - cost_at(reading.curve.hit_ratio, reading.curve, knobs),
-            "predicted_regret": 10.0 * max(_over(cost_at(costs, reading.curve, knobs), best) - 1.0, 0.0),
-        }
-        for step in SIZE_NEIGHBOURS:
-            if 0 <= row + step < costs.shape[0]:
-                raw[f"cost_size{step:+d}"] = 10.0 * max(_over(float(costs[row + step, column]), best) - 1.0, 0.0)
-        for step in TTL_NEIGHBOURS:
-            if 0 <= column + step < costs.shape[1]:
-                raw[f"cost_ttl{step:+d}"] = 10.0 * max(_over(float(costs[row, column + step]), best) - 1.0, 0.0)
-        if reading.last is not None:
-            last = self.space.to_steps(reading.last)
-            raw["last_size"], raw["last_ttl"] = float(last[0] - anchor[0]), float(last[1] - anchor[1])
-        return raw
+        window = SignalBatch.alone(signals, self._batch.curves.grid)
+        return self._batch.build(window, to_array([knobs]))._observation(0, knobs, self.space, signals)
 
 
-class _Average:
-    """A moving average that starts at the first value it is given."""
+def _normalise(raw: Floats) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """Return the vectors, shape (E, DIM), and which components are valid, shape (len(COMPONENTS), E), of raw components."""
+    values = np.empty_like(raw)
+    valid = np.isfinite(raw)
+    for kind, rows in _ROWS.items():
+        part = raw[rows]
+        if kind == "centred":
+            part = 2.0 * part - 1.0
+        elif kind == "offset":
+            part = part / _SCALES[kind]
+        elif kind == "ratio":
+            valid[rows] &= part > 0
+            part = np.log(part) / _LOGARITHMS[kind]
+        elif kind == "count":
+            valid[rows] &= part >= 0
+            part = np.log1p(part) / _LOGARITHMS[kind]
+        low, high, _ = _FORMS[kind]
+        values[rows] = np.minimum(np.maximum(part, low), high)
+    vectors = np.empty((raw.shape[1], DIM), np.float32)
+    vectors[:, : len(COMPONENTS)] = np.where(valid, values, 0.0).T
+    vectors[:, len(COMPONENTS) :] = valid[_SIGNAL_ROWS].T
+    return vectors, valid
 
-    def __init__(self, weight: float) -> None:
-        self._weight = weight
-        self._value = NAN
 
-    def ratio(self, value: float) -> float:
-        """Return ``value`` over the average so far (1 at first), then take ``value`` into it; NaN for a missing one."""
-        if not (_sane(value) and value > 0):
-            return NAN
-        before = value if math.isnan(self._value) else self._value
-        self._value = before + self._weight * (value - before)
-        return value / before
+def _over(values: Floats, totals: Floats) -> Floats:
+    """Return values over totals; not finite (which is invalid) where a total is not positive."""
+    return np.where(totals > 0, values / totals, NAN)
 
 
-def _sane(value: float) -> bool:
-    return 0.0 <= value < _ABSURD  # False for NaN
+def _extra(costs: Floats, best: Floats) -> Floats:
+    """Return ten times what costs exceed the best by, as a share of it."""
+    return 10.0 * np.maximum(_over(costs, best) - 1.0, 0.0)
 
 
-def _clean(value: float) -> float:
-    return float(value) if _sane(value) else NAN
-
-
-def _over(value: float, total: float) -> float:
-    return value / total if total > 0 and math.isfinite(value / total) else NAN
+def _neighbours(costs: Floats, row: Indices, column: Indices, offsets: tuple[int, ...], axis: int) -> Floats:
+    """Return the costs ``offsets`` grid steps from a setting along an axis of (E, S, T), shape (offsets, E); beyond it NaN."""
+    lanes = np.arange(len(costs))
+    at = (row if axis == 1 else column) + np.array(offsets)[:, None]
+    inside = (at >= 0) & (at < costs.shape[axis])
+    at = np.where(inside, at, 0)
+    return np.where(inside, costs[lanes, at, column] if axis == 1 else costs[lanes, row, at], NAN)

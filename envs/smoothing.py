@@ -1,4 +1,4 @@
-"""Moving averages of ghost curves, and their optimum under the prices."""
+"""Moving averages of ghost curves, and their optimum under the prices: for many lanes at once, and for one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.objective import Prices, grid_cost
+from envs.knob_batch import Floats, Grid, put_lanes, to_array
+from envs.objective import MissBatch, PriceBatch, Prices, grid_cost_batch
+from envs.signal_batch import ABSURD, SignalBatch, curve_of
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs
 
-_ABSURD = 1e15
+Indices = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+# rows of the sums
+(
+    _REQUESTS, _DURATION, _TOKEN_MISSES, _INPUT, _OUTPUT, _LATENCY_MISSES, _MISS_SECONDS, _LATENCY_HITS, _HIT_SECONDS, _SUMS,
+) = range(10)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,156 @@ class CurveReading:
     last_costs: npt.NDArray[np.float64] | None = None
 
 
-class CurveSmoother:
+@dataclass(frozen=True)
+class CurveReadings:
+    """The curves of E lanes read under their prices: :class:`CurveReading`, as arrays.
+
+    Attributes:
+        valid: Whether a lane's curve and the price of its misses are known, shape (E,); elsewhere the rest means nothing.
+        grid: The grids.
+        hits: Smoothed hits of each setting, shape (E, S, T). The smoother goes on in the same array.
+        stale_hits: Smoothed stale hits, likewise.
+        requests: Smoothed requests, shape (E,).
+        costs: Predicted cost of each setting, US dollars per 1,000 requests, shape (E, S, T).
+        row: Row of the cheapest setting, shape (E,).
+        column: Its column.
+        best: That setting, ``warmup_ratio`` 0, shape (E, 3).
+        best_cost: Its cost, shape (E,).
+        last_valid: Whether the newest window alone could be read, shape (E,).
+        last: The cheapest setting of the newest window alone, shape (E, 3).
+        last_costs: Cost of each setting in the newest window alone, at the smoothed price of a miss, shape (E, S, T).
+    """
+
+    valid: Mask
+    grid: Grid
+    hits: Floats
+    stale_hits: Floats
+    requests: Floats
+    costs: Floats
+    row: Indices
+    column: Indices
+    best: Floats
+    best_cost: Floats
+    last_valid: Mask
+    last: Floats
+    last_costs: Floats
+
+    def lane(self, lane: int) -> CurveReading | None:
+        """Return one lane's reading, copied; None where there is none."""
+        if not self.valid[lane]:
+            return None
+        last = bool(self.last_valid[lane])
+        return CurveReading(
+            self.curve(lane),
+            self.costs[lane].copy(),
+            (int(self.row[lane]), int(self.column[lane])),
+            _knobs(self.best[lane]),
+            float(self.best_cost[lane]),
+            _knobs(self.last[lane]) if last else None,
+            self.last_costs[lane].copy() if last else None,
+        )
+
+    def curve(self, lane: int) -> GhostCurve:
+        """Return one lane's smoothed curve, copied."""
+        return curve_of(self.grid, lane, self.hits, self.stale_hits, float(self.requests[lane]))
+
+
+class CurveSmootherBatch:
     """Keeps exponentially weighted sums of curves, tokens and latencies, so that every request weighs the same within a window.
 
     Acting on the smoothed curve beats acting on the last one wherever shrinking and refilling costs something.
+
+    Args:
+        prices: The prices of E lanes.
+        grid: Their grids; :meth:`update` follows a change, which restarts the curves that it concerns.
+        weight: Weight of the newest window, (0, 1].
+        patience: Windows without a usable curve after which the sums are no longer trusted.
+    """
+
+    def __init__(self, prices: PriceBatch, grid: Grid, weight: float, patience: int) -> None:
+        self._prices = prices
+        self._weight = weight
+        self._patience = patience
+        self._grid = grid
+        self._hits, self._stale = np.zeros(grid.shape), np.zeros(grid.shape)
+        self._started = np.zeros(grid.shape[0], bool)
+        self._sums = np.zeros((_SUMS, grid.shape[0]))
+        self._missing = np.zeros(grid.shape[0], np.int64)
+
+    @property
+    def grid(self) -> Grid:
+        """The grids of the curves that are kept."""
+        return self._grid
+
+    def update(self, signals: SignalBatch) -> CurveReadings:
+        """Take one more window of each lane in, what is missing in it leaves the sums as they are; return what is known then."""
+        if signals.grid is not self._grid:
+            self._follow(signals.grid)
+        usable = signals.usable
+        self._missing = np.where(usable, 0, self._missing + 1)
+        self._started = self._started | usable
+        hits, stale = signals.curves
+        keep, take = np.where(usable, 1.0 - self._weight, 1.0), np.where(usable, self._weight, 0.0)
+        for kept, new in ((self._hits, hits), (self._stale, stale)):
+            kept *= keep[:, None, None]
+            kept += take[:, None, None] * new
+        known, amounts = _amounts(signals)
+        self._sums = np.where(known, (1.0 - self._weight) * self._sums + self._weight * amounts, self._sums)
+        return self._read(signals)
+
+    def put(self, lanes: Indices, other: CurveSmootherBatch) -> None:
+        """Continue in ``lanes`` from the state of ``other``'s lanes."""
+        self._prices = put_lanes(self._prices, lanes, other._prices)
+        self._grid = self._grid.put(lanes, other._grid)
+        for name in ("_hits", "_stale", "_started", "_missing"):
+            getattr(self, name)[lanes] = getattr(other, name)
+        self._sums[:, lanes] = other._sums
+
+    def _follow(self, grid: Grid) -> None:
+        other = np.ones(grid.shape[0], bool)
+        if grid.shape == self._grid.shape:
+            other = np.any(grid.sizes != self._grid.sizes, axis=1) | np.any(grid.ttls != self._grid.ttls, axis=1)
+        else:
+            self._hits, self._stale = np.zeros(grid.shape), np.zeros(grid.shape)
+        self._grid = grid
+        self._hits[other] = self._stale[other] = 0.0
+        self._started[other] = False
+        self._sums[:2, other] = 0.0  # requests and duration are the curve's own
+
+    def _read(self, signals: SignalBatch) -> CurveReadings:
+        priced, misses = _misses(self._sums)
+        requests = self._sums[_REQUESTS]
+        costs = grid_cost_batch(
+            self._hits, self._stale, self._grid.sizes, requests=requests, duration=self._sums[_DURATION],
+            misses=misses, prices=self._prices,
+        )  # fmt: skip
+        finite, row, column, best_cost = _cheapest(costs)
+        valid = self._started & (self._missing <= self._patience) & priced & finite
+        hits, stale = signals.curves
+        last_costs = grid_cost_batch(
+            hits, stale, self._grid.sizes, requests=signals.ghost_requests, duration=signals["window"],
+            misses=misses, prices=self._prices,
+        )  # fmt: skip
+        last_finite, last_row, last_column, _ = _cheapest(last_costs)
+        return CurveReadings(
+            valid=valid,
+            grid=self._grid,
+            hits=self._hits,
+            stale_hits=self._stale,
+            requests=requests,
+            costs=costs,
+            row=row,
+            column=column,
+            best=_settings(self._grid, row, column),
+            best_cost=best_cost,
+            last_valid=valid & signals.usable & last_finite,
+            last=_settings(self._grid, last_row, last_column),
+            last_costs=last_costs,
+        )
+
+
+class CurveSmoother:
+    """:class:`CurveSmootherBatch` of one lane, which starts with whatever grid the first curve has.
 
     Args:
         prices: The prices.
@@ -51,92 +205,83 @@ class CurveSmoother:
     """
 
     def __init__(self, prices: Prices, weight: float, patience: int) -> None:
-        self._prices = prices
+        self._prices = PriceBatch.of([prices])
         self._weight = weight
         self._patience = patience
-        self._sums: dict[str, float] = {}
-        self._grid: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
-        self._hits: npt.NDArray[np.float64] | None = None
-        self._stale: npt.NDArray[np.float64] | None = None
-        self._newest: GhostCurve | None = None
-        self._window = math.nan
-        self._missing = 0
+        self._batch: CurveSmootherBatch | None = None
         self._reading: CurveReading | None = None
 
     def update(self, signals: ArmSignals) -> None:
         """Take one more window in; what is missing in it leaves the sums as they are."""
-        ghost = signals.ghost
-        self._newest = ghost if ghost is not None and _usable(ghost) and 0 < signals.window < _ABSURD else None
-        self._window = signals.window
-        self._missing = 0 if self._newest is not None else self._missing + 1
-        if self._newest is not None:
-            self._take(self._newest, signals.window)
-        misses = signals.requests * (1.0 - signals.hit_ratio)
-        hits = signals.requests * signals.hit_ratio
-        if _sane(misses) and misses > 0 and _sane(signals.input_tokens) and _sane(signals.output_tokens):
-            self._add("token_misses", misses)
-            self._add("input", signals.input_tokens)
-            self._add("output", signals.output_tokens)
-        if _sane(misses) and misses > 0 and _sane(signals.miss_latency):
-            self._add("latency_misses", misses)
-            self._add("miss_seconds", misses * signals.miss_latency)
-        if _sane(hits) and hits > 0 and _sane(signals.hit_latency):
-            self._add("latency_hits", hits)
-            self._add("hit_seconds", hits * signals.hit_latency)
-        self._reading = self._read()
+        window = SignalBatch.alone(signals, self._batch.grid if self._batch is not None else None)
+        if self._batch is None:
+            self._batch = CurveSmootherBatch(self._prices, window.grid, self._weight, self._patience)
+        self._reading = self._batch.update(window).lane(0)
 
     def read(self) -> CurveReading | None:
         """Return the smoothed curve under the prices; None while the curve or the price of a miss is not known."""
         return self._reading
 
-    def _add(self, name: str, value: float) -> None:
-        self._sums[name] = (1.0 - self._weight) * self._sums.get(name, 0.0) + self._weight * value
 
-    def _take(self, ghost: GhostCurve, window: float) -> None:
-        same_grid = self._grid is not None and all(map(np.array_equal, self._grid, (ghost.sizes, ghost.ttls)))
-        if self._hits is None or self._stale is None or not same_grid:
-            self._grid = (ghost.sizes, ghost.ttls)
-            self._hits, self._stale = np.zeros_like(ghost.hits, np.float64), np.zeros_like(ghost.hits, np.float64)
-            self._sums["requests"] = self._sums["duration"] = 0.0
-        self._hits = (1.0 - self._weight) * self._hits + self._weight * ghost.hits
-        self._stale = (1.0 - self._weight) * self._stale + self._weight * ghost.stale_hits
-        self._add("requests", ghost.requests)
-        self._add("duration", window)
+def window_regret(signals: SignalBatch, place: Place, prices: PriceBatch) -> Floats:
+    """Return the cost of the knobs over the best cost of the grid, minus 1, by each window's own curve and price of a miss.
 
-    def _read(self) -> CurveReading | None:
-        if self._grid is None or self._hits is None or self._stale is None or self._missing > self._patience:
-            return None
-        curve = GhostCurve(self._grid[0], self._grid[1], self._hits, self._stale, self._sums["requests"])
-        costs = self._price(curve, self._sums["duration"])
-        if costs is None:
-            return None
-        index = _cheapest(costs)
-        last = newest = None
-        if self._newest is not None:
-            newest = self._price(self._newest, self._window)
-            last = None if newest is None else _setting(self._newest, _cheapest(newest))
-        return CurveReading(curve, costs, index, _setting(curve, index), float(costs[index]), last, newest)
+    Args:
+        signals: The windows of E lanes.
+        place: Where on the grids the knobs are.
+        prices: The prices.
 
-    def _price(self, curve: GhostCurve, duration: float) -> npt.NDArray[np.float64] | None:
-        sums = self._sums
-        if not (sums.get("token_misses", 0.0) > 0 and sums.get("latency_misses", 0.0) > 0):
-            return None
-        hits = sums.get("latency_hits", 0.0)
-        with np.errstate(over="ignore", invalid="ignore"):
-            costs = grid_cost(
-                curve.hits,
-                curve.stale_hits,
-                curve.sizes,
-                requests=curve.requests,
-                duration=duration,
-                input_tokens_per_miss=sums["input"] / sums["token_misses"],
-                output_tokens_per_miss=sums["output"] / sums["token_misses"],
-                miss_latency=sums["miss_seconds"] / sums["latency_misses"],
-                # No hit was ever timed: a hit is so much faster than a miss that 0 changes no choice.
-                hit_latency=sums["hit_seconds"] / hits if hits > 0 else 0.0,
-                prices=self._prices,
-            )
-        return costs if np.all(np.isfinite(costs)) else None
+    Returns:
+        Shares >= 0, shape (E,); NaN where a curve or a price is missing.
+    """
+    known, amounts = _amounts(signals)
+    priced, misses = _misses(np.where(known, amounts, 0.0))
+    hits, stale = signals.curves
+    costs = grid_cost_batch(
+        hits, stale, signals.grid.sizes, requests=signals.ghost_requests, duration=signals["window"], misses=misses, prices=prices
+    )
+    finite, _, _, best = _cheapest(costs)
+    with np.errstate(all="ignore"):
+        over = np.maximum(place.read(costs) / best - 1.0, 0.0)
+    return np.where(signals.usable & priced & finite & (best > 0), over, math.nan)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on the grids of E lanes some knobs are: between which settings, and how near to each.
+
+    Attributes:
+        corners: Flat indices into an array of shape (E, S, T) of the settings above left, above right, below left and below
+            right, shape (4, E).
+        down: How far down between the rows, 0..1, shape (E,).
+        across: How far across between the columns, likewise.
+    """
+
+    corners: Indices
+    down: Floats
+    across: Floats
+
+    @classmethod
+    def of(cls, grid: Grid, knobs: Floats) -> Place:
+        """Find ``knobs``, shape (E, 3), by the logarithms of size and TTL; what is beyond the grid is at its edge."""
+        lanes, rows, columns = grid.shape
+        # Copies: the logarithm of a strided array may be rounded otherwise than that of a contiguous one.
+        top, bottom, down = _between(grid.log_sizes, np.log(np.maximum(knobs[:, 0], 1.0)))
+        left, right, across = _between(grid.log_ttls, np.log(knobs[:, 1].copy()))
+        base = np.arange(lanes) * (rows * columns)
+        top, bottom = base + top * columns, base + bottom * columns
+        return cls(np.stack([top + left, top + right, bottom + left, bottom + right]), down, across)
+
+    def read(self, values: Floats) -> Floats:
+        """Return a grid's values there, bilinear: shape (E, S, T) in, (E,) out."""
+        return self.blend(values.reshape(-1).take(self.corners))
+
+    def blend(self, corners: Floats) -> Floats:
+        """Return the bilinear mean of values at the corners, shape (4, E) in, (E,) out."""
+        upper = (1.0 - self.across) * corners[0] + self.across * corners[1]
+        lower = (1.0 - self.across) * corners[2] + self.across * corners[3]
+        mean: Floats = (1.0 - self.down) * upper + self.down * lower
+        return mean
 
 
 def cost_at(values: npt.NDArray[np.float64], curve: GhostCurve, knobs: Knobs) -> float:
@@ -147,46 +292,83 @@ def cost_at(values: npt.NDArray[np.float64], curve: GhostCurve, knobs: Knobs) ->
         curve: The curve whose grid it is.
         knobs: Where to read it.
     """
-    row = float(np.interp(math.log(max(knobs.cache_size, 1)), np.log(curve.sizes), np.arange(len(curve.sizes))))
-    column = float(np.interp(math.log(knobs.ttl), np.log(curve.ttls), np.arange(len(curve.ttls))))
-    top, left = int(row), int(column)
-    bottom, right = min(top + 1, len(curve.sizes) - 1), min(left + 1, len(curve.ttls) - 1)
-    down, across = row - top, column - left
-    upper = (1.0 - across) * values[top, left] + across * values[top, right]
-    lower = (1.0 - across) * values[bottom, left] + across * values[bottom, right]
-    return float((1.0 - down) * upper + down * lower)
+    grid = Grid.of(curve.sizes[None], curve.ttls[None])
+    return float(Place.of(grid, to_array([knobs])).read(np.asarray(values, np.float64)[None])[0])
 
 
-def _cheapest(costs: npt.NDArray[np.float64]) -> tuple[int, int]:
-    """Return the cheapest setting, shape (S, T) in, (row, column) out; of equals the smallest size, then the longest TTL.
+def _between(logs: Floats, at: Floats) -> tuple[Indices, Indices, Floats]:
+    """Return the points around ``at``, shape (E,), in ascending ``logs``, shape (E, N), and how far between them it is."""
+    last = logs.shape[1] - 1
+    inside = np.minimum(np.maximum(at, logs[:, 0]), logs[:, -1])
+    before = (logs <= inside[:, None]).sum(axis=1) - 1
+    after = np.minimum(before + 1, last)
+    lanes = np.arange(len(logs))
+    low, high = logs[lanes, before], logs[lanes, after]
+    return before, after, np.divide(inside - low, high - low, out=np.zeros(len(logs)), where=high > low)
+
+
+def _amounts(signals: SignalBatch) -> tuple[Mask, Floats]:
+    """Return what one window adds to the sums, and where it is known, both of shape (sums, E)."""
+    with np.errstate(all="ignore"):
+        misses = signals["requests"] * (1.0 - signals["hit_ratio"])
+        hits = signals["requests"] * signals["hit_ratio"]
+        amounts = np.stack(
+            [
+                signals.ghost_requests,
+                signals["window"],
+                misses,
+                signals["input_tokens"],
+                signals["output_tokens"],
+                misses,
+                misses * signals["miss_latency"],
+                hits,
+                hits * signals["hit_latency"],
+            ]
+        )
+        some_misses, some_hits = (misses > 0) & (misses < ABSURD), (hits > 0) & (hits < ABSURD)
+        clean = signals.clean
+        tokens = some_misses & (clean["input_tokens"] >= 0) & (clean["output_tokens"] >= 0)
+        missed, found = some_misses & (clean["miss_latency"] >= 0), some_hits & (clean["hit_latency"] >= 0)
+    return np.stack([signals.usable, signals.usable, tokens, tokens, tokens, missed, missed, found, found]), amounts
+
+
+def _misses(sums: Floats) -> tuple[Mask, MissBatch]:
+    """Return what a hit and a miss are like by the sums, shape (sums, E), and where that is known, shape (E,)."""
+    priced = (sums[_TOKEN_MISSES] > 0) & (sums[_LATENCY_MISSES] > 0)
+    with np.errstate(all="ignore"):
+        return priced, MissBatch(
+            sums[_INPUT] / sums[_TOKEN_MISSES],
+            sums[_OUTPUT] / sums[_TOKEN_MISSES],
+            sums[_MISS_SECONDS] / sums[_LATENCY_MISSES],
+            # No hit was ever timed: a hit is so much faster than a miss that 0 changes no choice.
+            np.where(sums[_LATENCY_HITS] > 0, sums[_HIT_SECONDS] / sums[_LATENCY_HITS], 0.0),
+        )
+
+
+def _cheapest(costs: Floats) -> tuple[Mask, Indices, Indices, Floats]:
+    """Find the cheapest setting of each lane, shape (E, S, T) in; of equals the smallest size, then the longest TTL.
 
     A window cannot tell TTLs apart that are longer than anything in it was old. The longest then is the choice that loses
     nothing: it does not expire what nothing speaks against.
+
+    Returns:
+        Whether all of a lane's costs are finite, row, column and cost, each of shape (E,).
     """
+    lanes, columns = np.arange(len(costs)), costs.shape[2]
+    flat = costs.reshape(len(costs), -1)
+    least = flat.min(axis=1)
+    finite = np.isfinite(least) & np.isfinite(flat.max(axis=1))
     # The tolerance keeps rounding from deciding.
-    least = costs.min()
-    equals = costs <= least + 1e-9 * abs(least)
-    row = int(np.argmax(equals.any(axis=1)))
-    column = costs.shape[1] - 1 - int(np.argmax(equals[row, ::-1]))
-    return row, column
+    equals = flat <= (least + 1e-9 * np.abs(least))[:, None]
+    row = equals.argmax(axis=1) // columns
+    column = columns - 1 - equals.reshape(costs.shape)[lanes, row, ::-1].argmax(axis=1)
+    return finite, row, column, costs[lanes, row, column]
 
 
-def _setting(curve: GhostCurve, index: tuple[int, int]) -> Knobs:
-    return Knobs(int(curve.sizes[index[0]]), float(curve.ttls[index[1]]), 0.0)
+def _settings(grid: Grid, row: Indices, column: Indices) -> Floats:
+    lanes = np.arange(len(row))
+    return np.stack([grid.sizes[lanes, row], grid.ttls[lanes, column], np.zeros(len(row))], axis=1)
 
 
-def _sane(value: float) -> bool:
-    return 0.0 <= value < _ABSURD
-
-
-def _usable(curve: GhostCurve) -> bool:
-    """Whether a curve is well formed and holds only what a window can hold."""
-    shape = (len(curve.sizes), len(curve.ttls))
-    if min(shape) < 1 or curve.hits.shape != shape or curve.stale_hits.shape != shape or not 1e-3 < curve.requests < _ABSURD:
-        return False
-    if not (np.all(curve.sizes > 0) and np.all(np.diff(curve.sizes) > 0)):
-        return False
-    if not (np.all(curve.ttls > 0) and np.all(np.diff(curve.ttls) > 0) and np.all(np.isfinite(curve.ttls))):
-        return False
-    # A NaN makes the least and the greatest NaN, and every comparison with it False.
-    return all(bool(cells.min() >= 0 and cells.max() < _ABSURD) for cells in (curve.hits, curve.stale_hits))
+def _knobs(row: Floats) -> Knobs:
+    return Knobs(round(float(row[0])), float(row[1]), float(row[2]))
