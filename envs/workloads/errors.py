@@ -11,15 +11,27 @@ class TraceError(ValueError):
     Args:
         path: The file.
         expected: What was expected there, and what to do.
-        line: Number of the line, from 1; None where it is about the whole file.
+        line: Number of the line (of the record in a binary file), from 1; None where it is about the whole file.
         excerpt: What stood there instead.
+        unit: What ``line`` counts: ``line`` or ``record``.
     """
 
-    def __init__(self, path: Path | str, expected: str, *, line: int | None = None, excerpt: str = "") -> None:
+    def __init__(
+        self, path: Path | str, expected: str, *, line: int | None = None, excerpt: str = "", unit: str = "line"
+    ) -> None:
         self.path = Path(path)
         self.expected = expected
         self.line = line
         self.excerpt = excerpt if len(excerpt) <= 120 else excerpt[:117] + "..."
-        where = f"{path}, line {line}" if line is not None else f"{path}"
+        self.unit = unit
+        where = f"{path}, {unit} {line}" if line is not None else f"{path}"
         got = f"; got {self.excerpt!r}" if self.excerpt else ""
         super().__init__(f"trace {where}: expected {expected}{got}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the arguments: an error crosses processes with all that it says."""
+        return _again, (self.path, self.expected, self.line, self.excerpt, self.unit)
+
+
+def _again(path: Path, expected: str, line: int | None, excerpt: str, unit: str) -> TraceError:
+    return TraceError(path, expected, line=line, excerpt=excerpt, unit=unit)
