@@ -1,7 +1,8 @@
 """Workloads: one columnar trace, readers for real ones, generators for made ones."""
 
-from envs.workloads.catalogue import WORKLOADS, draw_workload, make
+from envs.workloads.catalogue import WORKLOADS, make
 from envs.workloads.compose import concat, mix
+from envs.workloads.draw import draw_workload
 from envs.workloads.entry import entry_bytes
 from envs.workloads.errors import TraceError
 from envs.workloads.generators import sessions, zipf_ranks

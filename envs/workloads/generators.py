@@ -1,4 +1,7 @@
-"""Workloads that are made: Zipf popularity that drifts, load by the hour, hot sets that are swapped, sessions that repeat."""
+"""The base of every made workload: sessions with Zipf popularity that drifts, load by the hour, hot sets that are swapped.
+
+What is laid over such a stream is in :mod:`envs.workloads.patterns`, whole workloads by name in :mod:`envs.workloads.catalogue`.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,18 @@ def zipf_ranks(random: np.random.Generator, count: int, alpha: float, draws: int
     ranks = np.searchsorted(cumulative, random.random(draws) * cumulative[-1], side="right")
     drawn: npt.NDArray[np.int64] = np.minimum(ranks, count - 1)
     return drawn
+
+
+def answer_tokens(uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Return completion tokens for uniform numbers 0..1: a Pareto tail from 120 tokens, mean about 200, at most 2,048."""
+    tokens: npt.NDArray[np.int64] = np.clip(np.round(120.0 * (1.0 - uniform) ** -0.4), 16, 2048).astype(np.int64)
+    return tokens
+
+
+def question_tokens(uniform: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
+    """Return prompt tokens for uniform numbers 0..1: a Pareto tail from 200 tokens, mean about 330, at most 4,096."""
+    tokens: npt.NDArray[np.int32] = np.clip(np.round(200.0 * (1.0 - uniform) ** -0.4), 16, 4096).astype(np.int32)
+    return tokens
 
 
 def sessions(
@@ -108,8 +123,7 @@ def sessions(
     names, place = np.unique(meaning * len(_WAYS) + way, return_inverse=True)
     answers = names // len(_WAYS)
     # One meaning has one answer, however it is asked: its length is a function of the meaning and the seed.
-    uniform = mix64_array(answers.astype(np.uint64) ^ np.uint64(seed & 0xFFFFFFFF)) / 2.0**64
-    tokens = np.clip(np.round(120.0 * (1.0 - uniform) ** -0.4), 16, 2048).astype(np.int64)
+    tokens = answer_tokens(mix64_array(answers.astype(np.uint64) ^ np.uint64(seed & 0xFFFFFFFF)) / 2.0**64)
     if text:
         prompts = [_ask(int(name)) for name in names]
         keys = np.array([text_key(prompt) for prompt in prompts], np.uint64)
@@ -117,7 +131,7 @@ def sessions(
     else:
         prompts = []
         keys = mix64_array(names.astype(np.uint64) * np.uint64(0x1_0001) + np.uint64(seed & 0xFFFFFFFF))
-        asked = np.clip(np.round(200.0 * (1.0 - mix64_array(keys) / 2.0**64) ** -0.4), 16, 4096).astype(np.int32)
+        asked = question_tokens(mix64_array(keys) / 2.0**64)
     return Trace(
         name=f"sessions-{seed}",
         time=time,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import fields
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from envs.workloads import sessions, zipf_ranks
+from envs.workloads import WORKLOADS, Trace, TraceError, concat, draw_workload, make, mix, sessions, zipf_ranks
+from envs.workloads.patterns import alternate
 
 
 def top(trace_keys: np.ndarray, count: int = 50) -> set[int]:
@@ -84,3 +90,256 @@ def test_arguments_out_of_range_are_named(wrong: dict[str, float]) -> None:
     arguments = {"n_requests": 10, "n_keys": 10, **wrong}
     with pytest.raises(ValueError, match=f"sessions: {next(iter(wrong))}: expected"):
         sessions(**arguments)  # type: ignore[arg-type]
+
+
+SMALL = {"n_requests": 4_000, "n_keys": 400}
+
+
+def same(one: Trace, other: Trace) -> bool:
+    columns = [item.name for item in fields(Trace) if isinstance(getattr(one, item.name), np.ndarray)]
+    return all(np.array_equal(getattr(one, column), getattr(other, column)) for column in columns)
+
+
+def hits_of_lru(keys: np.ndarray, capacity: int) -> np.ndarray:
+    """Which requests an LRU of so many entries answers."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hit = np.zeros(len(keys), bool)
+    for row, key in enumerate(keys.tolist()):
+        hit[row] = key in held
+        held[key] = None
+        held.move_to_end(key)
+        if len(held) > capacity:
+            held.popitem(last=False)
+    return hit
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_repeats_with_its_seed_has_as_many_requests_as_asked_and_says_that_it_is_made(name: str) -> None:
+    first, again, other = (WORKLOADS[name](**SMALL, seed=seed) for seed in (5, 5, 6))
+    assert same(first, again)
+    assert not same(first, other)
+    assert len(first) == SMALL["n_requests"]
+    assert "not a real workload" in first.note
+    assert first.name == f"{name}-5"
+    assert first.time[0] >= 0
+    for moments in (first.update_time, first.flush_time):
+        assert np.all((moments >= 0) & (moments <= first.duration))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_one_key_has_one_answer_in_every_workload(name: str) -> None:
+    trace = WORKLOADS[name](**SMALL, seed=1)
+    _, first, inverse = np.unique(trace.key, return_index=True, return_inverse=True)
+    for column in (trace.size, trace.output_tokens, trace.input_tokens, trace.group, trace.document, trace.tenant):
+        assert np.array_equal(column, column[first][inverse])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_drawn_workloads_are_of_the_size_for_training_and_repeat(seed: int) -> None:
+    trace, again = (draw_workload(np.random.default_rng(seed)) for _ in range(2))
+    assert same(trace, again)
+    assert 2_000 <= len(trace) <= 6_000
+    assert 3_000 < trace.duration <= 96 * 3600
+    assert len(np.unique(trace.key)) > 50
+    assert np.all(np.isin(trace.update_document, trace.document))
+
+
+def test_every_pattern_is_drawn() -> None:
+    drawn = {draw_workload(np.random.default_rng(seed)).name.rsplit("-", 1)[0] for seed in range(80)}
+    assert drawn == set(WORKLOADS)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 8.0])
+def test_noon_has_as_much_more_load_than_midnight_as_asked(ratio: float) -> None:
+    trace = WORKLOADS["diurnal"](60_000, 500, days=2.0, peak_to_trough=ratio, seed=2)
+    hour = trace.time / 3600.0 % 24.0
+    noon, midnight = (np.sum(np.abs((hour - middle + 12) % 24 - 12) < 1.0) for middle in (12.0, 0.0))
+    assert noon / midnight == pytest.approx(ratio, rel=0.15)
+
+
+def test_day_and_night_ask_for_different_things_and_the_next_day_for_the_same_again() -> None:
+    trace = WORKLOADS["diurnal"](60_000, 1_000, days=2.0, contrast=1.0, share=1.0, drift=0.0, seed=2)
+    hour = trace.time / 3600.0
+    noon, night, next_noon = (top(trace.key[np.abs(hour - middle) < 2.0]) for middle in (12.0, 24.0, 36.0))
+    assert len(noon & next_noon) > 35
+    assert len(noon & night) < 10
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_flash_crowd_takes_its_share_with_a_few_new_keys_and_fades(share: float) -> None:
+    start, half_life = 20_000.0, 2_000.0
+    trace = WORKLOADS["flash-crowd"](
+        40_000, 1_000, share=share, start=start, half_life=half_life, ramp=100.0, crowd_keys=4, seed=3
+    )
+    crowd = set(np.unique(trace.key[(trace.time > start) & (trace.time < start + half_life)])) - set(
+        np.unique(trace.key[trace.time < start])
+    )
+    hottest = [key for key in crowd if np.sum(trace.key == key) > 50]
+    assert len(hottest) == 4
+    of_crowd = np.isin(trace.key, hottest)
+    assert not np.any(of_crowd[trace.time < start])
+    window = (trace.time >= start) & (trace.time < start + half_life + 100.0)
+    assert of_crowd[window].mean() == pytest.approx(share, abs=0.03)
+    since = trace.time[of_crowd] - start
+    early, late = (np.sum((since > low) & (since <= low + half_life)) for low in (100.0, 100.0 + 2 * half_life))
+    assert late == pytest.approx(early / 4, rel=0.35)
+
+
+def test_hot_sets_take_turns_and_come_back() -> None:
+    trace = WORKLOADS["hot-set-swap"](40_000, 1_000, period=3_600.0, share=1.0, drift=0.0, duration=4 * 3_600.0, seed=3)
+    first, second, third, fourth = (top(trace.key[trace.time // 3_600.0 == turn]) for turn in range(4))
+    assert len(first & third) > 35
+    assert len(second & fourth) > 35
+    assert not first & second
+
+
+def test_a_scan_lowers_what_lru_answers_of_the_other_traffic() -> None:
+    ratios = {}
+    for share in (0.0, 0.4):
+        trace = WORKLOADS["scan"](20_000, 500, share=share, scans=4, drift=0.0, seed=7)
+        _, inverse, counts = np.unique(trace.key, return_inverse=True, return_counts=True)
+        once = counts[inverse] == 1
+        ratios[share] = hits_of_lru(trace.key, 100)[~once].mean()
+        assert once.mean() >= share
+    assert ratios[0.4] < ratios[0.0] - 0.02
+
+
+def test_a_scan_can_come_again_with_the_same_keys() -> None:
+    fresh, again = (WORKLOADS["scan"](9_000, 50, share=0.5, scans=3, again=again, seed=7) for again in (False, True))
+    assert len(np.unique(again.key)) < len(np.unique(fresh.key)) - 2_900
+    counts = np.unique(again.key, return_counts=True)[1]
+    assert np.sum(counts == 3) > 1_400
+
+
+def test_a_release_flushes_or_changes_every_key_or_both() -> None:
+    stay = WORKLOADS["model-release"](**SMALL, releases=3, seed=2)
+    assert len(stay.flush_time) == 3
+    change = WORKLOADS["model-release"](**SMALL, releases=1, keys="change", seed=2)
+    (release,) = change.flush_time
+    assert not set(change.key[change.time < release]) & set(change.key[change.time >= release])
+    squatting = WORKLOADS["model-release"](**SMALL, releases=1, keys="change", flush=False, seed=2)
+    assert np.array_equal(squatting.key, change.key)
+    assert not len(squatting.flush_time)
+    with pytest.raises(ValueError, match="releases: flush: expected true where keys stay"):
+        WORKLOADS["model-release"](**SMALL, flush=False)
+
+
+def test_updates_hit_documents_that_are_asked_for_and_come_in_storms() -> None:
+    trace = WORKLOADS["document-storm"](**SMALL, documents=100, updates=1.0, storms=2, storm_share=0.5, storm_length=60.0, seed=4)
+    assert np.all(np.isin(trace.update_document, trace.document))
+    asked = len(np.unique(trace.document))
+    assert len(trace.update_time) == pytest.approx(2 * asked, rel=0.3)
+    per_minute, _ = np.histogram(trace.update_time, np.arange(0.0, trace.duration + 60.0, 60.0))
+    assert np.sort(per_minute)[-4:].sum() >= asked  # two storms, each in at most two minutes
+    popular = np.sort(np.unique(trace.document, return_counts=True)[1])[::-1]
+    assert popular[:10].sum() > 3 * popular[-50:].sum()
+    quiet = WORKLOADS["document-storm"](**SMALL, updates=0.0, storms=0, seed=4)
+    assert not len(quiet.update_time)
+
+
+def test_tenants_differ_and_the_noisy_one_is_loud_for_a_while() -> None:
+    trace = WORKLOADS["multi-tenant"](20_000, 500, tenants=4, noisy=0.3, noisy_start=0.5, noisy_length=0.1, duration=1e5, seed=1)
+    assert set(trace.tenant) == {0, 1, 2, 3, 4}
+    counts = np.bincount(trace.tenant)
+    assert counts[0] > 2 * counts[3]
+    noisy = trace.tenant == 4
+    assert noisy.mean() == pytest.approx(0.3, abs=0.001)
+    assert 0.49e5 < trace.time[noisy].min() <= trace.time[noisy].max() < 0.61e5
+    assert len(np.unique(trace.key[noisy])) == noisy.sum()
+    assert trace.size[noisy].mean() > 2 * np.median(trace.size[~noisy])
+    keys = [set(np.unique(trace.key[trace.tenant == tenant])) for tenant in range(5)]
+    assert sum(len(own) for own in keys) == len(set.union(*keys))
+    reuse = [len(trace.key[trace.tenant == tenant]) / len(own) for tenant, own in enumerate(keys)]
+    assert max(reuse[:4]) > 1.3 * min(reuse[:4])
+    quiet = WORKLOADS["multi-tenant"](2_000, 100, tenants=2, noisy=0.0)
+    assert set(quiet.tenant) == {0, 1}
+
+
+def test_paraphrases_have_texts_and_the_probability_that_meaning_answers() -> None:
+    trace = make("paraphrases?n_requests=500&match_probability=0.6")
+    assert (trace.kind, trace.match_probability) == ("semantic", 0.6)
+    assert trace.prompt(0).endswith("?")
+
+
+def test_a_mix_holds_every_request_in_order_of_time() -> None:
+    one, other = (WORKLOADS["sessions"](500, 50, text=True, seed=seed) for seed in (1, 2))
+    both = mix([one, other])
+    assert len(both) == 1_000
+    assert sorted(both.key.tolist()) == sorted([*one.key.tolist(), *other.key.tolist()])
+    assert sorted(both.prompt(row) for row in range(1_000)) == sorted(
+        trace.prompt(row) for trace in (one, other) for row in range(500)
+    )
+    assert (both.kind, both.note) == ("semantic", one.note)
+
+
+def test_a_mix_keeps_chains_of_prefix_blocks_whole() -> None:
+    chained = [
+        Trace(
+            name, np.array([0.0, 0.0, 1.0, 1.0]), np.arange(start, start + 4).astype(np.uint64), np.full(4, 10),
+            np.full(4, -1), np.ones(4, np.int32), np.ones(4, np.int32), chain=np.array([0, 1, 0, 1], np.int32),
+        )
+        for name, start in (("a", 0), ("b", 100))
+    ]  # fmt: skip
+    both = mix(chained)
+    assert both.key.tolist() == [0, 1, 100, 101, 2, 3, 102, 103]
+    assert both.chain.tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match="without prefix blocks"):
+        alternate(both, period=0.5)
+
+
+def test_traces_one_after_the_other_keep_their_events() -> None:
+    part = WORKLOADS["model-release"](500, 50, releases=1, seed=1)
+    twice = concat([part, part], gap=100.0)
+    assert twice.duration == pytest.approx(2 * part.duration + 100.0)
+    assert twice.flush_time.tolist() == pytest.approx([part.flush_time[0], part.flush_time[0] + part.duration + 100.0])
+    assert np.array_equal(twice.key[:500], twice.key[500:])
+
+
+def test_mixes_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="mix: traces: expected at least one"):
+        mix([])
+    unlike = [WORKLOADS["paraphrases"](100, 10, match_probability=chance) for chance in (0.5, 0.6)]
+    with pytest.raises(ValueError, match="match_probability: expected one for all"):
+        mix(unlike)
+    with pytest.raises(ValueError, match="gap"):
+        concat(unlike[:1], gap=-1.0)
+
+
+def test_a_spec_is_a_name_with_parameters() -> None:
+    assert same(make("made:flash-crowd?n_requests=1e3&n_keys=50&start=none&seed=3"), WORKLOADS["flash-crowd"](1_000, 50, seed=3))
+    assert same(
+        make("sessions?n_requests=500&hot_swaps=100,200&text=true"),
+        WORKLOADS["sessions"](500, hot_swaps=[100.0, 200.0], text=True),
+    )
+    assert len(make("made:model-release?keys=change&n_requests=700").flush_time) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("made:flash-crowds", "one of sessions, .*did you mean flash-crowd.*got 'flash-crowds'"),
+        ("made:", "expected a made workload, one of sessions"),
+        ("made:scan?shares=0.3", r"a parameter of scan, one of n_requests, .*did you mean share\?.*got 'shares'"),
+        ("made:scan?share=lots", "expected share: a number; got 'lots'"),
+        ("made:scan?share=nan", "share: a finite number"),
+        ("made:scan?share=1.5", "scan: share: expected a share from 0 to below 1, got 1.5"),
+        ("made:scan?scans=1.5", "scans: a whole number"),
+        ("made:scan?again=perhaps", "again: true or false"),
+        ("made:scan?again", "expected again=<value> once"),
+        ("made:scan?share=0.1&share=0.2", "expected share=<value> once"),
+        ("made:model-release?keys=lost", "keys: stay or change"),
+        ("made:sessions?n_requests=0", "sessions: n_requests: expected at least 1"),
+        ("made:sessions?hot_swaps=1,x", "hot_swaps: a number"),
+        ("made:diurnal?peak_to_trough=0.5", "diurnal: peak_to_trough: expected a finite ratio >= 1"),
+        ("made:diurnal?contrast=2", "contrast: expected a share between 0 and 1"),
+        ("made:flash-crowd?start=1e9", "start: expected seconds before the end"),
+        ("made:hot-set-swap?sets=1", "sets: expected at least 2"),
+        ("made:document-storm?documents=0", "documents: expected at least 1"),
+        ("made:multi-tenant?tenants=0", "tenants: expected at least 1"),
+    ],
+)
+def test_a_spec_with_a_fault_is_refused_with_what_is_known(spec: str, words: str) -> None:
+    with pytest.raises(TraceError, match=words) as caught:
+        make(spec)
+    assert str(caught.value).startswith(f"trace {spec}: expected ")
