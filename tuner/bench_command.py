@@ -13,8 +13,9 @@ from rich.table import Table
 from experiments.bench.result import BenchResult
 from tuner.errors import CommandError
 
-NAMES = ("http", "sim", "decision", "fidelity")
+NAMES = ("http", "sim", "ghost", "decision", "fidelity", "fidelity-live")
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
+LIVE_TRACE = "elastic_apache.csv.gz"
 
 
 def run_benchmarks(which: str, *, traces: Path | None, seconds: float, say: Callable[[str], None]) -> list[BenchResult]:
@@ -34,26 +35,32 @@ def run_benchmarks(which: str, *, traces: Path | None, seconds: float, say: Call
     results = []
     for name in NAMES if which == "all" else (which,):
         say(f"bench {name} ...")
-        results.append(_run(name, traces or Path(os.environ.get("CACHEPILOT_TRACES", "../shared/traces")), seconds))
+        results += _run(name, traces or Path(os.environ.get("CACHEPILOT_TRACES", "../shared/traces")), seconds, say)
     return results
 
 
-def _run(name: str, traces: Path, seconds: float) -> BenchResult:
+def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) -> list[BenchResult]:
     if name == "http":
         from experiments.bench import http
 
-        return http.run(seconds)
+        return [http.run(seconds)]
     if name == "sim":
         from experiments.bench import sim
 
-        return sim.run()
+        return [sim.run(mooncake=traces / FIDELITY_TRACE, say=say)]
+    if name == "ghost":
+        from experiments.bench import ghost
+
+        return [ghost.run(traces)]
     if name == "decision":
         from experiments.bench import decision
 
-        return decision.run()
+        return [decision.run()]
     from experiments.bench import fidelity
 
-    return fidelity.run(traces / FIDELITY_TRACE)
+    if name == "fidelity":
+        return [fidelity.run(traces / FIDELITY_TRACE)]
+    return [fidelity.run_live(traces / LIVE_TRACE, say=say)]
 
 
 def tables(results: Sequence[BenchResult]) -> Iterator[Table]:
