@@ -26,6 +26,8 @@ from serving.ghost_kernel import mix64
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int32]
+Names = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
 Records = Any
 """Arrays of :data:`RECORD`; numba reads their fields as attributes, which numpy's types do not know."""
 
@@ -36,20 +38,20 @@ RECORD = np.dtype(
         "itemsize": 32,
     }
 )
-"""What is known of a key, half a cache line: when its entry was written, where in 0..1 its TTL jitter lies, bytes held in the store
-(0: not there), its place in the ring, whether it is resident in the memory tier."""
+"""What is known of a key, half a cache line: when its entry was written, where in 0..1 its TTL jitter lies, bytes held in the
+store (0: not there), its place in the ring, whether it is resident in the memory tier."""
 
-# columns of ``asked``: what the key's last request was like
-ASKED_SIZE, ASKED_INPUT, ASKED_OUTPUT = range(3)
+# columns of ``asked``: what the key's last request was like; whether its weight has changed since the hot set was merged
+ASKED_SIZE, ASKED_INPUT, ASKED_OUTPUT, CHANGED = range(4)
 # columns of ``kin``: neighbours in the list of the group's entries, newest first; the group
 NEWER, OLDER, GROUP = range(3)
 # ``ints``: state, then the window's counters
 (
-    POSITION, HEAD, TAIL, MEMORY_TAIL, STORE_BYTES, STORE_ENTRIES, MEMORY_BYTES, MEMORY_ENTRIES, HOT_KEYS, HOT_CHANGES, HOT_ROW,
+    POSITION, HEAD, TAIL, MEMORY_TAIL, STORE_BYTES, STORE_ENTRIES, MEMORY_BYTES, MEMORY_ENTRIES, HOT_KEYS, HOT_ROW,
     PENDING, UPDATE, FLUSH, BROKEN,
     MEMORY_HITS, STORE_HITS, VECTOR_HITS, MISSES, EVICTIONS, EXPIRATIONS, INPUT, OUTPUT, REFRESH_INPUT, REFRESH_OUTPUT, REFRESHES,
     HIT_BYTES, ALL_BYTES, N_INTS,
-) = range(29)  # fmt: skip
+) = range(28)  # fmt: skip
 FIRST_COUNTER = MEMORY_HITS
 # ``floats``: state, then the window's sums
 (NEXT_TICK, BUCKET, LANDMARK, STALE, MISS_SECONDS, BUSY_SECONDS, WAIT_SECONDS, N_FLOATS) = range(8)
@@ -70,9 +72,6 @@ SIGNALS = (
 _REBASE_HALF_LIVES = 512
 """As in :mod:`serving.hotset`: weights are moved to a new landmark long before they overflow."""
 
-_FEW = 100
-"""Up to so many changes to a sorted list of about a thousand, insertion sort is the faster one."""
-
 _TOKEN = 1.0 - 1e-9
 """Refilling in many small steps must not fall short of a whole token by rounding."""
 
@@ -89,10 +88,10 @@ class State(NamedTuple):
         kin: Lists of each group's entries by key, (K + 1, 3); (1, 3) where nothing is answered by meaning.
         newest: Newest entry of each group, (groups + 1,).
         updated: When each document changed last, seconds, (documents + 1,).
-        asked: Size and tokens of each key's last request that the hot set has counted, (K + 1, 3).
-        weight: Forward-decayed frequency by key, 0 for keys not in the hot set, (K + 1,).
-        hot: Keys of the hot set, sorted by (weight descending, name ascending) but for ``HOT_CHANGES`` changes,
-            (2 * capacity + 1,).
+        asked: Size and tokens of each key's last request that the hot set has counted, and a mark of its own, (K + 1, 4).
+        weight_of: Forward-decayed frequency by key, 0 for keys not in the hot set, (K + 1,).
+        hot: Keys of the hot set by (weight descending, name ascending), (2 * capacity + 1,).
+        weight: Weight of each of them, (2 * capacity + 1,).
         busy: When each slot of the upstream becomes free, (slots,).
         refreshing: When each refresh under way ends, (refreshes_inflight,).
         ints: Whole numbers, (N_INTS,).
@@ -101,14 +100,15 @@ class State(NamedTuple):
     """
 
     records: Records
-    names: npt.NDArray[np.uint64]
+    names: Names
     ring: Places
     kin: Places
     newest: Places
     updated: Floats
     asked: Places
-    weight: Floats
+    weight_of: Floats
     hot: Places
+    weight: Floats
     busy: Floats
     refreshing: Floats
     ints: Ints
@@ -300,70 +300,144 @@ def _call(state: State, starts: Floats, now: float, output_tokens: int, until: f
 
 
 @njit(cache=True)
-def _sort_hot(state: State) -> None:
-    """Sort the hot set by (weight descending, name ascending): insertion sort after a few changes, else Shell's."""
-    weight, keys, count, names = state.weight, state.hot, state.ints[HOT_KEYS], state.names
-    gap = 1
-    while state.ints[HOT_CHANGES] > _FEW and gap < count // 3:
-        gap = 3 * gap + 1
-    while gap > 0:
-        for place in range(gap, count):
-            key = keys[place]
-            heavy = weight[key]
-            above = place - gap
-            while above >= 0 and (
-                weight[keys[above]] < heavy or (weight[keys[above]] == heavy and names[keys[above]] > names[key])
-            ):
-                keys[above + gap] = keys[above]
-                above -= gap
-            keys[above + gap] = key
-        gap //= 3
-    state.ints[HOT_CHANGES] = 0
+def _rank(hot: Places, weight: Floats, names: Names, count: int, heavy: float, name: np.uint64) -> int:
+    """Return how many of the hot set come before a key of this weight and name."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if weight[middle] > heavy or (weight[middle] == heavy and names[hot[middle]] < name):
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @njit(cache=True)
-def _remember(state: State, key: int, now: float) -> None:
-    """Count an access in the hot set (forward decay: Cormode et al., ICDE 2009)."""
-    ints, floats, params, weight = state.ints, state.floats, state.params, state.weight
-    capacity = int(params[HOT_CAPACITY])
-    if math.isnan(floats[LANDMARK]):
-        floats[LANDMARK] = now
-    age = (now - floats[LANDMARK]) / params[HOT_HALF_LIFE]
-    if age > _REBASE_HALF_LIVES:
-        whole = math.floor(age)
-        floats[LANDMARK] += whole * params[HOT_HALF_LIFE]
-        age = (now - floats[LANDMARK]) / params[HOT_HALF_LIFE]
-        kept = 0
-        for place in range(ints[HOT_KEYS]):
-            other = state.hot[place]
-            weight[other] = math.ldexp(weight[other], -whole)
-            if weight[other] > 0.0:
-                state.hot[kept] = other
-                kept += 1
-        ints[HOT_KEYS] = kept
-    if weight[key] == 0.0:
-        state.hot[ints[HOT_KEYS]] = key
-        ints[HOT_KEYS] += 1
-    weight[key] += 2.0**age
-    ints[HOT_CHANGES] += 1
-    if ints[HOT_KEYS] > 2 * capacity:
-        _sort_hot(state)
-        for place in range(capacity, ints[HOT_KEYS]):
-            weight[state.hot[place]] = 0.0
-        ints[HOT_KEYS] = capacity
+def _rebase(state: State, now: float) -> None:
+    """Move the landmark forward by whole half-lives: an exact scaling in binary, but for what becomes too small."""
+    floats, hot, weight, weight_of, names = state.floats, state.hot, state.weight, state.weight_of, state.names
+    whole = math.floor((now - floats[LANDMARK]) / state.params[HOT_HALF_LIFE])
+    floats[LANDMARK] += whole * state.params[HOT_HALF_LIFE]
+    kept = 0
+    for place in range(state.ints[HOT_KEYS]):
+        key, light = hot[place], math.ldexp(weight[place], -whole)
+        weight_of[key] = light
+        if light > 0.0:
+            # Rounding may have made equal what differed: then the name decides anew.
+            above = kept - 1
+            while above >= 0 and weight[above] == light and names[hot[above]] > names[key]:
+                hot[above + 1], weight[above + 1] = hot[above], weight[above]
+                above -= 1
+            hot[above + 1], weight[above + 1] = key, light
+            kept += 1
+    state.ints[HOT_KEYS] = kept
+
+
+@njit(cache=True)
+def _sort_changed(changed: Places, count: int, weight_of: Floats, names: Names) -> None:
+    """Sort the first keys by (weight descending, name ascending): Shell's sort, an insertion sort where they are few."""
+    gap = 1
+    while gap < count // 9:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for place in range(gap, count):
+            key = changed[place]
+            heavy = weight_of[key]
+            above = place - gap
+            while above >= 0 and (
+                weight_of[changed[above]] < heavy or (weight_of[changed[above]] == heavy and names[changed[above]] > names[key])
+            ):
+                changed[above + gap] = changed[above]
+                above -= gap
+            changed[above + gap] = key
+        gap //= 3
+
+
+@njit(cache=True)
+def _merge_changed(
+    hot: Places, weight: Floats, gone: Flags, changed: Places, count: int, weight_of: Floats, names: Names, old: int
+) -> int:
+    """Merge ``count`` changed keys into the ``old`` sorted ones, less those marked as gone; return how many there are then."""
+    _sort_changed(changed, count, weight_of, names)
+    first = _rank(hot, weight, names, old, weight_of[changed[0]], names[changed[0]])
+    rest, rest_weight = hot[first:old].copy(), weight[first:old].copy()
+    into, fresh = first, 0
+    for place in range(len(rest)):
+        if gone[first + place]:
+            gone[first + place] = False
+            continue
+        key, heavy = rest[place], rest_weight[place]
+        while fresh < count and (
+            weight_of[changed[fresh]] > heavy or (weight_of[changed[fresh]] == heavy and names[changed[fresh]] < names[key])
+        ):
+            hot[into], weight[into] = changed[fresh], weight_of[changed[fresh]]
+            into += 1
+            fresh += 1
+        hot[into], weight[into] = key, heavy
+        into += 1
+    for place in range(fresh, count):
+        hot[into], weight[into] = changed[place], weight_of[changed[place]]
+        into += 1
+    return into
+
+
+@njit(cache=True)
+def _settle(state: State, changed: Places, count: int, gone: Flags) -> None:
+    """Merge what has changed into the hot set, and prune it to its capacity if it has outgrown twice that."""
+    if count == 0:
+        return
+    hot, weight_of, ints = state.hot, state.weight_of, state.ints
+    capacity = int(state.params[HOT_CAPACITY])
+    total = _merge_changed(hot, state.weight, gone, changed, count, weight_of, state.names, ints[HOT_KEYS])
+    for place in range(count):
+        state.asked[changed[place], CHANGED] = 0
+    if total > 2 * capacity:
+        for place in range(capacity, total):
+            weight_of[hot[place]] = 0.0
+        total = capacity
+    ints[HOT_KEYS] = total
 
 
 @njit(cache=True)
 def count_hot(state: State, columns: Columns) -> None:
-    """Count in the hot set what was asked since it was counted last."""
-    asked = state.asked
-    for row in range(state.ints[HOT_ROW], state.ints[POSITION]):
-        key = columns.key[row]
-        asked[key, ASKED_SIZE] = columns.size[row]
-        asked[key, ASKED_INPUT] = columns.input_tokens[row]
-        asked[key, ASKED_OUTPUT] = columns.output_tokens[row]
-        _remember(state, key, columns.time[row])
-    state.ints[HOT_ROW] = state.ints[POSITION]
+    """Count in the hot set what was asked since it was counted last (forward decay: Cormode et al., ICDE 2009).
+
+    The set is kept sorted: the keys whose weight has changed are sorted by themselves and merged into the others.
+    """
+    ints, floats, names, asked = state.ints, state.floats, state.names, state.asked
+    hot, weight, weight_of = state.hot, state.weight, state.weight_of
+    times, keys, sizes = columns.time, columns.key, columns.size
+    input_tokens, output_tokens = columns.input_tokens, columns.output_tokens
+    most, half_life = 2 * int(state.params[HOT_CAPACITY]), state.params[HOT_HALF_LIFE]
+    changed, gone = np.empty(most + 1, np.int32), np.zeros(most + 1, np.bool_)
+    found = added = 0
+    for row in range(ints[HOT_ROW], ints[POSITION]):
+        key, now = keys[row], times[row]
+        asked[key, ASKED_SIZE], asked[key, ASKED_INPUT] = sizes[row], input_tokens[row]
+        asked[key, ASKED_OUTPUT] = output_tokens[row]
+        if math.isnan(floats[LANDMARK]):
+            floats[LANDMARK] = now
+        age = (now - floats[LANDMARK]) / half_life
+        if age > _REBASE_HALF_LIVES:
+            _settle(state, changed, found, gone)
+            found = added = 0
+            _rebase(state, now)
+            age = (now - floats[LANDMARK]) / half_life
+        light = weight_of[key]
+        weight_of[key] = light + 2.0**age
+        if asked[key, CHANGED] == 0:
+            asked[key, CHANGED] = 1
+            if light > 0.0:
+                gone[_rank(hot, weight, names, ints[HOT_KEYS], light, names[key])] = True
+            else:
+                added += 1
+            changed[found] = key
+            found += 1
+            if found > most or ints[HOT_KEYS] + added > most:
+                _settle(state, changed, found, gone)
+                found = added = 0
+    _settle(state, changed, found, gone)
+    ints[HOT_ROW] = ints[POSITION]
 
 
 @njit(cache=True)
@@ -373,20 +447,21 @@ def _tick(state: State, starts: Floats, now: float, until: float) -> None:
     floats[BUCKET] = min(params[BURST], floats[BUCKET] + params[REFRESH_RATE] * params[PERIOD])
     if floats[BUCKET] < _TOKEN or state.refreshing.min() > now:
         return
-    if ints[HOT_CHANGES] > 0:
-        _sort_hot(state)
     decay = 2.0 ** (-(now - floats[LANDMARK]) / params[HOT_HALF_LIFE])
     low, high = 0, ints[HOT_KEYS]
     while low < high:
         middle = (low + high) // 2
-        if state.weight[state.hot[middle]] * decay >= params[MIN_SCORE]:
+        if state.weight[middle] * decay >= params[MIN_SCORE]:
             low = middle + 1
         else:
             high = middle
     # What is live is asked once for the whole plan, before anything is refreshed, as the gateway does: a planned entry that a
     # refresh of this round evicts waits for the next round.
-    due, found = np.empty(math.ceil(params[WARMUP] * low), np.int64), 0
-    for place in range(len(due)):
+    planned = math.ceil(params[WARMUP] * low)
+    due, found = np.empty(min(planned, int(floats[BUCKET] + 1.0)), np.int64), 0
+    for place in range(planned):
+        if found == len(due):
+            break
         key = state.hot[place]
         record = state.records[key]
         life = params[TTL] * (1.0 - params[JITTER] * record.unit) * (1.0 - params[REFRESH_AHEAD])

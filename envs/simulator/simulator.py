@@ -299,6 +299,15 @@ class CacheSimulator:
             self._seen = self._ghost.take()
         return self._seen
 
+    def settle(self) -> float:
+        """Return the distance of the knobs from those of the last window, grid steps, and take them as that window's."""
+        if self._knobs is self._priced:
+            return 0.0
+        space = self.config.space
+        steps = space.to_steps(self._knobs) - space.to_steps(self._priced)
+        self._priced = self._knobs
+        return float(np.linalg.norm(steps))
+
     def _show(self, first: int, last: int) -> None:
         columns = self._prepared.columns
         if self._ghost is not None and last > first:
@@ -327,9 +336,7 @@ class CacheSimulator:
             ghost=seen.curve if seen else None,
             **known,
         )
-        steps = self.config.space.to_steps(self._knobs) - self.config.space.to_steps(self._priced)
-        usage = signals.usage(self._knobs.cache_size, float(np.linalg.norm(steps)))
-        self._priced = self._knobs
+        usage = signals.usage(self._knobs.cache_size, self.settle())
         self._refreshes = int(refreshes)
         signals = replace(signals, regret=regret(signals, self._knobs, self.config.prices))
         return Window(signals, usage, self.position >= len(self.columns.time), self._refreshes, byte_hit_ratio)
@@ -366,9 +373,10 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
         kin=np.zeros((1, 3), np.int32),
         newest=np.zeros(1, np.int32),
         updated=np.full(1, -math.inf),
-        asked=np.zeros((1, 3), np.int32),
-        weight=np.zeros(1),
+        asked=np.zeros((1, 4), np.int32),
+        weight_of=np.zeros(1),
         hot=np.zeros(2 * warmup.capacity + 1, np.int32),
+        weight=np.zeros(2 * warmup.capacity + 1),
         busy=np.full(config.upstream.slots, now),
         refreshing=np.full(config.refreshes_inflight, now),
         ints=ints,
@@ -390,7 +398,7 @@ def _grown(state: k.State, prepared: PreparedTrace, config: SimConfig) -> k.Stat
         # Twice the room that is needed, but for the first time: extending little by little must not copy each time.
         room = keys + 1 if not known else max(keys + 1, 2 * len(state.records))
         if room > len(state.records):
-            for name in ("records", "weight", "asked") + (("kin",) if semantic else ()):
+            for name in ("records", "weight_of", "asked") + (("kin",) if semantic else ()):
                 arrays[name] = _longer(arrays[name], room)
             arrays["ring"] = np.zeros(1 << (2 * room).bit_length(), np.int32)
             k.compact(state, arrays["ring"])
