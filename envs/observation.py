@@ -231,18 +231,21 @@ class Observations:
     cost: CostBatch
     raw: Floats
 
-    def lane(self, lane: int, space: KnobSpace, arm: str) -> Observation:
-        """Return one lane's observation, copied."""
-        signals = self.signals.lane(lane, arm)
-        return self._observation(lane, to_knobs(self.knobs[lane]), space, signals)
+    def lane(self, lane: int, space: KnobSpace, signals: ArmSignals, knobs: Knobs | None = None) -> Observation:
+        """Return one lane's observation, copied.
 
-    def _observation(self, lane: int, knobs: Knobs, space: KnobSpace, signals: ArmSignals) -> Observation:
+        Args:
+            lane: Which.
+            space: Its knob space.
+            signals: Its signals.
+            knobs: Its knobs, where they are at hand; else they are read from the arrays.
+        """
         known, last = bool(self.has_anchor[lane]), bool(self.readings.last_valid[lane])
         vector = self.vectors[lane].copy()
         raw = dict(zip(_INDEX, self.raw[:, lane].tolist(), strict=True))
         return Observation(
             vector=vector,
-            knobs=knobs,
+            knobs=knobs or to_knobs(self.knobs[lane]),
             space=space,
             signals=signals,
             curve=self.readings.curve(lane) if known else None,
@@ -464,7 +467,7 @@ class ObservationBuilder:
             knobs: The knobs that were applied during the window and are applied now.
         """
         window = SignalBatch.alone(signals, self._batch.curves.grid)
-        return self._batch.build(window, to_array([knobs]))._observation(0, knobs, self.space, signals)
+        return self._batch.build(window, to_array([knobs])).lane(0, self.space, signals, knobs)
 
 
 def _normalise(raw: Floats) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:

@@ -19,7 +19,8 @@ SIGNALS: tuple[str, ...] = tuple(
 )
 """Names of the signals that are one number per window."""
 
-_ROW = {name: row for row, name in enumerate(SIGNALS)}
+SIGNAL_ROW = {name: row for row, name in enumerate(SIGNALS)}
+"""Place of each signal in :data:`SIGNALS`."""
 
 ABSURD = 1e15
 """Signals beyond this are taken for broken: they would overwhelm every moving average for hours."""
@@ -49,7 +50,7 @@ class SignalBatch:
     ) -> SignalBatch:
         """Gather signals from arrays of shape (E,) by name; names that are not signals are left out, missing ones are NaN."""
         values = np.full((len(SIGNALS), len(ghost_requests)), NAN)
-        for name, row in _ROW.items():
+        for name, row in SIGNAL_ROW.items():
             if name in columns:
                 values[row] = columns[name]
         return cls(values, grid, hits, stale_hits, ghost_requests)
@@ -77,7 +78,7 @@ class SignalBatch:
 
     def __getitem__(self, name: str) -> Floats:
         """One signal of all lanes, shape (E,)."""
-        row: Floats = self.values[_ROW[name]]
+        row: Floats = self.values[SIGNAL_ROW[name]]
         return row
 
     @cached_property
@@ -106,6 +107,14 @@ class SignalBatch:
         mask = self.usable[:, None, None]
         return np.where(mask, self.hits, 0.0), np.where(mask, self.stale_hits, 0.0)
 
+    def overlaid(self, values: Floats) -> SignalBatch:
+        """Return the same curves with other ``values``; what is known of the curves is not computed again."""
+        other = SignalBatch(values, self.grid, self.hits, self.stale_hits, self.ghost_requests)
+        # The window's length is one of the values that the curves' use depends on.
+        if np.array_equal(values[SIGNAL_ROW["window"]], self["window"]):
+            other.__dict__.update({name: self.__dict__[name] for name in ("usable", "curves") if name in self.__dict__})
+        return other
+
     def usage(self, budget_bytes: Floats, change_steps: Floats) -> UsageBatch:
         """Return what the windows used, ready to be priced.
 
@@ -127,13 +136,20 @@ class SignalBatch:
             change_steps=change_steps,
         )
 
-    def lane(self, lane: int, arm: str) -> ArmSignals:
-        """Return one lane's signals; the curve is a copy."""
+    def lane(self, lane: int, arm: str, tiers: Mapping[str, float] | None = None) -> ArmSignals:
+        """Return one lane's signals; the curve is a copy.
+
+        Args:
+            lane: Which.
+            arm: Name of the arm.
+            tiers: Hit ratios by tier, which are not in the batch.
+        """
         requests = float(self.ghost_requests[lane])
         curve = None
         if requests == requests:  # not NaN
             curve = curve_of(self.grid, lane, self.hits, self.stale_hits, requests)
-        return ArmSignals(arm, **dict(zip(SIGNALS, self.values[:, lane].tolist(), strict=True)), ghost=curve)
+        values = dict(zip(SIGNALS, self.values[:, lane].tolist(), strict=True))
+        return ArmSignals(arm, **values, ghost=curve, hit_ratio_by_tier=tiers or {})
 
 
 def curve_of(grid: Grid, lane: int, hits: Floats, stale_hits: Floats, requests: float) -> GhostCurve:
