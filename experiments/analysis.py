@@ -12,11 +12,14 @@ import numpy as np
 import pandas as pd
 
 from envs.objective import Prices
+from envs.price_book import default_book
 from experiments import stats
 from experiments.design import Experiment
 from experiments.measure import ArmFigures, ArmSource, Method, arm_source, figures, p99_difference
 from experiments.paired import PairedGhost, paired_ghost
+from experiments.price_moves import Conclusion, in_words, move_prices, rows
 from experiments.records import DecisionRecord, clean
+from experiments.sensitivity import Sensitivity
 from experiments.verdict import Differences, Verdict, judge
 
 
@@ -34,6 +37,7 @@ class Analysis:
         by_interval: Whether the windows are the tuner's intervals.
         differences: Treatment minus control.
         verdict: What it shows.
+        moves: What it shows with each price halved and doubled.
         paired: The paired ghost, where curves were recorded.
         method: How intervals were computed.
         caveats: What a reader has to know of the data.
@@ -48,6 +52,7 @@ class Analysis:
     by_interval: bool
     differences: Differences
     verdict: Verdict
+    moves: Sensitivity[Conclusion]
     paired: PairedGhost | None
     method: Method
     caveats: tuple[str, ...]
@@ -81,6 +86,8 @@ class Analysis:
                     "hit_ratio": self.differences.hit_ratio.to_dict(),
                     "p99": self.differences.p99.to_dict(),
                 },
+                "prices": asdict(self.experiment.prices),
+                "price_sensitivity": {"in_brief": in_words(self.moves), "rows": rows(self.moves)},
                 "split_p_value": self.differences.split,
                 "arms": {arm: self._arm(arm) for arm in self.experiment.arms},
                 "paired_ghost": None if self.paired is None else asdict(self.paired),
@@ -151,6 +158,8 @@ def analyse(
         p99=p99_difference(treatment, control, method),
         split=stats.sample_ratio_mismatch({arm: overall[arm].keys for arm in arms}, experiment.shares),
     )
+    moves = move_prices(control, treatment, differences, prices=prices, method=method)
+    turned = [in_words(moves)] if moves.changed(lambda conclusion: conclusion.verdict) else []
     edges, by_interval = _edges(start, end, sources[experiment.treatment].decisions, windows)
     series = {arm: _series(sources[arm], edges, prices, method) for arm in arms}
     return Analysis(
@@ -163,11 +172,12 @@ def analyse(
         by_interval=by_interval,
         differences=differences,
         verdict=judge(control, treatment, differences, confidence=method.confidence, slo=prices.slo_p99),
+        moves=moves,
         paired=paired_ghost(
             sources[experiment.treatment], sources[experiment.control], treatment, start=start, end=end, prices=prices
         ),
         method=method,
-        caveats=(*_caveats(experiment, log, sources, overall), *(text for text in caveats if text)),
+        caveats=(*_caveats(experiment, log, sources, overall), *turned, *(text for text in caveats if text)),
     )
 
 
@@ -231,6 +241,7 @@ def _caveats(
             found.append(f"{source.bypassed:,} requests of arm {arm} could not be cached and are left out.")
         if overall[arm].requests and not math.isfinite(overall[arm].cost.value) and source.timeline.known:
             found.append(f"The cost of arm {arm} could not be computed.")
+    found.extend(f"The price {text}" for text in default_book().unusual(asdict(experiment.prices)))
     torn = int(log.attrs.get("torn_lines", 0))
     if torn:
         found.append(f"{torn} last line{'s' if torn > 1 else ''} of the access log were still being written and are left out.")

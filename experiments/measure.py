@@ -62,6 +62,8 @@ class ArmFigures:
         hit_estimate: ``hit_ratio`` as an estimate, for differences.
         cost_estimate: ``cost`` as an estimate, for differences.
         p99_replicates: Bootstrap replicates of P99, for differences.
+        key_totals: What was used by key, to price it again, shape (keys, 6).
+        replicate_totals: The same summed in each bootstrap replicate, shape (replicates, 6).
     """
 
     arm: str
@@ -82,6 +84,8 @@ class ArmFigures:
     hit_estimate: Estimate = field(repr=False)
     cost_estimate: Estimate = field(repr=False)
     p99_replicates: npt.NDArray[np.float64] = field(repr=False)
+    key_totals: npt.NDArray[np.float64] = field(repr=False)
+    replicate_totals: npt.NDArray[np.float64] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,31 @@ def figures(source: ArmSource, start: float, end: float, *, prices: Prices, meth
         hit_estimate=hit_estimate,
         cost_estimate=cost_estimate,
         p99_replicates=p99_replicates,
+        key_totals=totals,
+        replicate_totals=drawn.totals,
+    )
+
+
+def repriced(measured: ArmFigures, prices: Prices, method: Method) -> ArmFigures:
+    """Return what was measured under other prices, without measuring again.
+
+    Args:
+        measured: One arm's figures.
+        prices: The other prices.
+        method: How intervals are computed, as it was for the figures.
+
+    Returns:
+        The figures that :func:`figures` would give with these prices.
+    """
+    terms = price(measured.usage, prices)
+    estimate = _cost_estimate(
+        measured.usage, terms, measured.key_totals, measured.replicate_totals, measured.p99_replicates, prices
+    )
+    return replace(
+        measured,
+        cost=stats.interval(estimate, confidence=method.confidence, low=0.0),
+        terms=terms,
+        cost_estimate=estimate,
     )
 
 
@@ -276,11 +305,12 @@ def _cost_estimate(
     linear = stats.ratio(spent, totals[:, -1], fixed=fixed)
     if not math.isfinite(linear.se):
         return Estimate(terms.total, math.nan, math.nan)
-    replicates = []
-    for row, tail in zip(drawn, p99.tolist(), strict=True):
-        if row[-1] > 0:
-            sums = dict(zip(_COLUMNS, row[: len(_COLUMNS)].tolist(), strict=True))
-            replicates.append(price(replace(usage, requests=float(row[-1]), p99=tail, **sums), prices).total)
+    requests = drawn[:, -1]
+    tails, place = np.unique(p99, return_inverse=True)
+    hinge = np.array([price(replace(usage, p99=float(tail)), prices).slo for tail in tails])[place]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        priced = (drawn[:, : len(_COLUMNS)] @ rates + fixed) / requests * _PER + hinge + terms.change
+    replicates = priced[requests > 0]
     spread = float(np.std(replicates, ddof=1)) if len(replicates) > 1 else 0.0
     return Estimate(terms.total, max(linear.se * _PER, spread), linear.df)
 

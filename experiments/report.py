@@ -23,6 +23,7 @@ from experiments.design import Experiment
 from experiments.measure import ArmFigures, Method
 from experiments.paired import ghost_sentence
 from experiments.records import DecisionRecord
+from experiments.report_prices import price_section
 from experiments.report_text import knobs_text, method_section
 from experiments.stats import Interval
 from experiments.verdict import seconds, usd
@@ -118,6 +119,7 @@ def _page(analysis: Analysis, title: str, note: str, command: str) -> str:
         warnings=_list([*analysis.verdict.warnings, *analysis.caveats]),
         arms=_arms(analysis),
         paired=_paired(analysis),
+        prices=price_section(analysis),
         method=method_section(analysis, note),
         decisions=_decisions(analysis),
         command=escape(command or f"cachepilot experiment report {experiment.name}"),

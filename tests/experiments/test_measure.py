@@ -5,7 +5,7 @@ import pytest
 
 from envs.objective import Prices, Usage, price
 from experiments import stats
-from experiments.measure import Method, arm_source, figures, p99_difference
+from experiments.measure import Method, arm_source, figures, p99_difference, repriced
 from serving.knobs import MIB, Knobs
 from tests.experiments.samples import SPACE, START, STATIC, decision, frame, traffic
 
@@ -114,3 +114,17 @@ def test_the_p99_difference_of_like_arms_holds_zero_and_of_unlike_arms_does_not(
         )
         difference = p99_difference(treatment, control, QUICK)
         assert (difference.low <= 0 <= difference.high) is holds
+
+
+def test_other_prices_give_what_measuring_with_them_would():
+    log = traffic(2, memory=(5.0, 30.0))
+    decisions = [decision(20.0, "control", applied=Knobs(64 * MIB, 360.0, 0.1), refresh_output_tokens=500.0)]
+    source = arm_source("control", log, decisions, initial=STATIC, space=SPACE)
+    other = Prices(input_mtok=3.0, output_mtok=9.0, memory_gib_hour=4.0, stale_answer=0.1, slo_p99=0.05, time_scale=100.0)
+    measured = [figures(source, START, START + 120.0, prices=prices, method=QUICK) for prices in (PRICES, other)]
+    again = repriced(measured[0], other, QUICK)
+    assert again.terms == measured[1].terms
+    assert again.terms.slo > 0
+    assert again.cost == measured[1].cost
+    assert again.cost_estimate == measured[1].cost_estimate
+    assert again.hit_ratio == measured[0].hit_ratio

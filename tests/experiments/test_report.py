@@ -88,6 +88,42 @@ def test_other_prices_can_be_tried_on_the_same_experiment():
     assert dear["memory"] == cheap["memory"]
 
 
+def test_the_page_says_where_prices_come_from_and_what_the_verdict_becomes_under_others():
+    made = report()
+    page = body(made.html)
+    for words in (
+        "stays the same with each price halved and doubled",
+        "GPT-4.1 mini",
+        "ElastiCache Serverless for Valkey",
+        "somebody would pay",
+        "set for this experiment; the price book has 2",
+        "× 0.5 = 0.8",
+    ):
+        assert words in page, words
+    moves = made.summary["price_sensitivity"]["rows"]
+    assert [row["price"] for row in moves[:3]] == [None, "input_mtok", "input_mtok"]
+    assert moves[0]["verdict"] == made.summary["verdict"]
+    assert moves[0]["difference"] == made.summary["difference"]["cost"]
+    base = made.summary["arms"]["control"]["cost"]["value"]
+    assert moves[0]["saving"] == pytest.approx(-made.summary["difference"]["cost"]["value"] / base)
+
+
+def test_a_verdict_that_rests_on_a_price_says_on_which():
+    knobs = {"control": STATIC, "treatment": Knobs(1024 * MIB, 3600.0)}
+    made = report(decisions=[], design=experiment(knobs=knobs, prices=Prices(memory_gib_hour=10.0, slo_p99=1.0)))
+    assert made.summary["verdict"] == "treatment better"
+    words = "with memory doubled to 20 it is 'no difference shown'"
+    assert words in made.summary["price_sensitivity"]["in_brief"]
+    assert any(words in caveat for caveat in made.summary["caveats"])
+    dear = report(decisions=[], design=experiment(knobs=knobs, prices=Prices(memory_gib_hour=20.0, slo_p99=1.0)))
+    assert dear.summary["verdict"] == "no difference shown"
+
+
+def test_a_price_that_nobody_would_pay_is_a_caveat():
+    caveats = report(prices=Prices(memory_gib_hour=50.0)).summary["caveats"]
+    assert any("memory_gib_hour is 50 USD per GiB-hour, outside what somebody would pay" in caveat for caveat in caveats)
+
+
 def test_text_from_outside_cannot_become_markup():
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     decisions = [decision(20.0, verdict=evil), decision(40.0)]
