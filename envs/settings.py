@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from envs.objective import Prices
 from envs.price_book import load_price_book
 from envs.simulator.config import SimConfig
+from envs.workloads.catalogue import find, make
 from envs.workloads.generators import sessions
 from envs.workloads.trace import Trace
 from serving.latency import UpstreamModel
@@ -109,9 +110,11 @@ class SimulatorSettings(Settings):
 
 
 class WorkloadSettings(Settings):
-    """The made workload; see :func:`envs.workloads.generators.sessions`.
+    """The made workload: sessions (:func:`envs.workloads.generators.sessions`), or another by its spec.
 
     Attributes:
+        spec: A workload of :data:`envs.workloads.WORKLOADS` as :func:`envs.workloads.make` takes it
+            (``made:flash-crowd?share=0.6&seed=3``); it holds all there is to say, so no other field may be set beside it.
         n_requests: Requests.
         n_keys: Meanings that are asked for at any one time.
         alpha: Zipf exponent of their popularity.
@@ -127,6 +130,7 @@ class WorkloadSettings(Settings):
         seed: Of everything random.
     """
 
+    spec: str | None = None
     n_requests: Annotated[int, Field(ge=1)] = 100_000
     n_keys: Annotated[int, Field(ge=1)] = 20_000
     alpha: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.9
@@ -142,8 +146,25 @@ class WorkloadSettings(Settings):
     seed: Annotated[int, Field(ge=0)] = 0
 
     def generate(self) -> Trace:
-        """Make the workload."""
-        return sessions(**self.model_dump())
+        """Make the workload.
+
+        Raises:
+            TraceError: If the spec has a parameter that is not known, or a value out of its range.
+        """
+        return sessions(**self.model_dump(exclude={"spec"})) if self.spec is None else make(self.spec)
+
+    @model_validator(mode="after")
+    def _spec_alone(self) -> WorkloadSettings:
+        if self.spec is not None:
+            others = sorted(name for name in self.model_fields_set - {"spec"} if getattr(self, name) != _field_default(name))
+            if others:
+                raise ValueError(f"expected either spec or single values, got spec {self.spec!r} and {', '.join(others)}")
+            find(self.spec)
+        return self
+
+
+def _field_default(name: str) -> Any:
+    return WorkloadSettings.model_fields[name].default
 
 
 class EnvsSettings(Settings):

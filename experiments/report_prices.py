@@ -6,6 +6,8 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from envs.objective import Prices
 from envs.price_book import PRICES, default_book
 from experiments.price_moves import Conclusion, in_words
@@ -36,11 +38,11 @@ def price_table(prices: Prices) -> str:
                 source += f', <a href="{escape(entry.url)}">{escape(entry.url.split("/")[2])}</a>'
             source += f" ({entry.basis}, {entry.date:%Y-%m})"
         else:
-            source = f"set for this experiment; the price book has {entry.value:g}"
+            source = f"set for this experiment; the price book has {_plain(entry.value)}"
         mark = "" if entry.low <= value <= entry.high else ' class="bad-ink"'
         body.append(
-            f'<tr><th class="row">{escape(MOVED[name])}</th><td{mark}>{value:g}</td><td>{escape(entry.unit)}</td>'
-            f"<td>{entry.low:g} to {entry.high:g}</td><td>{source}</td></tr>"
+            f'<tr><th class="row">{escape(MOVED[name])}</th><td{mark}>{_plain(value)}</td><td>{escape(entry.unit)}</td>'
+            f"<td>{_plain(entry.low)} to {_plain(entry.high)}</td><td>{source}</td></tr>"
         )
     heads = "".join(f"<th>{head}</th>" for head in ("", "used", "unit", "somebody would pay", "source"))
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
@@ -54,7 +56,7 @@ def moves_table(moves: Sensitivity[Conclusion]) -> str:
     """
     lines = ["<tr><th class='row'>as used</th><td></td>" + _cells(moves.base, moves.base) + "</tr>"]
     lines += [
-        f"<tr><th class='row'>{escape(MOVED[row.price])}</th><td>× {row.factor:g} = {row.value:g}</td>"
+        f"<tr><th class='row'>{escape(MOVED[row.price])}</th><td>× {row.factor:g} = {_plain(row.value)}</td>"
         f"{_cells(row.outcome, moves.base)}</tr>"
         for row in moves.moved
     ]
@@ -89,3 +91,8 @@ def _cells(conclusion: Conclusion, base: Conclusion) -> str:
 
 def _signed(value: float) -> str:
     return ("−" if value < 0 else "+") + usd(abs(value))
+
+
+def _plain(value: float) -> str:
+    """Return a price without an exponent, to four digits."""
+    return np.format_float_positional(value, precision=4, fractional=False, trim="-")

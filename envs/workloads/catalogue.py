@@ -436,6 +436,24 @@ def make(spec: str) -> Trace:
     Raises:
         TraceError: If the name or a parameter is not known, or a value is not as expected; the text names what is.
     """
+    maker, arguments = find(spec)
+    try:
+        return maker(**arguments)
+    except TraceError:
+        raise
+    except ValueError as error:
+        raise TraceError(spec, f"arguments in their ranges: {error}") from None
+
+
+def find(spec: str) -> tuple[Callable[..., Trace], dict[str, Any]]:
+    """Return the maker that a spec names, and its arguments, without making anything.
+
+    Args:
+        spec: As :func:`make` takes it.
+
+    Raises:
+        TraceError: If the name or a parameter is not known, or a value cannot be read.
+    """
     name, _, query = spec.removeprefix(SCHEME).partition("?")
     if name not in WORKLOADS:
         raise TraceError(spec, f"a made workload, one of {', '.join(WORKLOADS)}{_close(name, list(WORKLOADS))}", excerpt=name)
@@ -454,12 +472,7 @@ def make(spec: str) -> Trace:
             arguments[parameter] = _parse(text, types[parameter])
         except ValueError as error:
             raise TraceError(spec, f"{parameter}: {error}", excerpt=text) from None
-    try:
-        return maker(**arguments)
-    except TraceError:
-        raise
-    except ValueError as error:
-        raise TraceError(spec, f"arguments in their ranges: {error}") from None
+    return maker, arguments
 
 
 def _close(name: str, known: Sequence[str]) -> str:

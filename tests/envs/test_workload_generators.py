@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from envs.settings import EnvsSettings
 from envs.workloads import WORKLOADS, Trace, TraceError, concat, draw_workload, make, mix, sessions, zipf_ranks
 from envs.workloads.patterns import alternate
 
@@ -343,3 +345,13 @@ def test_a_spec_with_a_fault_is_refused_with_what_is_known(spec: str, words: str
     with pytest.raises(TraceError, match=words) as caught:
         make(spec)
     assert str(caught.value).startswith(f"trace {spec}: expected ")
+
+
+def test_a_workload_is_named_by_its_spec_or_by_single_values_but_not_by_both() -> None:
+    named = EnvsSettings.model_validate({"workload": {"spec": "made:scan?n_requests=300&n_keys=20"}})
+    assert len(named.workload.generate()) == 300
+    assert EnvsSettings.model_validate(named.model_dump()) == named
+    with pytest.raises(ValidationError, match="expected either spec or single values, got spec 'scan' and alpha"):
+        EnvsSettings.model_validate({"workload": {"spec": "scan", "alpha": 0.3}})
+    with pytest.raises(ValidationError, match="did you mean flash-crowd"):
+        EnvsSettings.model_validate({"workload": {"spec": "flash-crowds"}})
