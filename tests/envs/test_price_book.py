@@ -117,3 +117,17 @@ def test_what_is_no_book_is_refused(tmp_path: Path, text: str | None, words: str
 def test_a_fault_in_the_named_book_is_told_by_the_settings(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"price book .*none\.yaml.*expected a readable YAML file"):
         EnvsSettings.model_validate({"prices_file": str(tmp_path / "none.yaml")})
+
+
+def test_the_page_on_prices_has_the_books_values() -> None:
+    rows = {
+        cells[0].strip("` "): [cell.strip() for cell in cells[1:]]
+        for line in (BOOK.parents[1] / "docs" / "prices.md").read_text("utf-8").splitlines()
+        if line.startswith("| `") and (cells := line.strip("|").split("|"))
+    }
+    assert set(rows) == set(UNITS)
+    for name, (value, unit, bounds, basis) in rows.items():
+        entry = getattr(default_book().entries, name)
+        assert (float(value), unit, basis) == (entry.value, entry.unit, entry.basis)
+        assert [float(bound) for bound in bounds.split(" to ")] == [entry.low, entry.high]
+    assert f"is {default_book().values()['memory_gib_hour']:.5f}" in (BOOK.parents[1] / "docs" / "prices.md").read_text("utf-8")

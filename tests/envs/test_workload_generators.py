@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import OrderedDict
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,3 +358,12 @@ def test_a_workload_is_named_by_its_spec_or_by_single_values_but_not_by_both() -
         EnvsSettings.model_validate({"workload": {"spec": "scan", "alpha": 0.3}})
     with pytest.raises(ValidationError, match="did you mean flash-crowd"):
         EnvsSettings.model_validate({"workload": {"spec": "flash-crowds"}})
+
+
+def test_the_page_on_workloads_has_every_made_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text("utf-8").partition("## Made workloads")[2]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == set(WORKLOADS)
+    for name, text in re.findall(r"^\| `([\w-]+)` \| \D.*\| (.*) \|$", page, re.MULTILINE):
+        parameters = inspect.signature(WORKLOADS[name]).parameters
+        named = set(re.findall(r"`(\w+)`", text)) - {"stay", "change"}
+        assert named <= set(parameters), name
