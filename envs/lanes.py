@@ -1,4 +1,4 @@
-"""Many caches tuned side by side, each beside its reference on the same requests: what both forms of ``CacheTuning-v0`` are made of.
+"""Many caches tuned side by side, each beside its reference: what both forms of ``CacheTuning-v0`` are made of.
 
 Everything about E lanes is an array, ours in the first E places and the references' in the next E. A lane's results do not depend
 on its company, to the last bit: :class:`envs.cache_env.CacheTuningEnv` is one lane, :class:`envs.vec_env.CacheTuningVecEnv` many.
@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from envs.action import limit_step_batch, residual_batch
 from envs.knob_batch import Floats, SpaceBatch, put_lanes, to_array, to_knobs
-from envs.objective import COST_TERMS, CostBatch, PriceBatch
+from envs.objective import CostBatch, PriceBatch
 from envs.observation import Observation, ObservationBatch, Observations
 from envs.signal_batch import SIGNAL_ROW, SIGNALS, SignalBatch
 from envs.simulator import CacheSimulator
 from envs.simulator.batch import BatchWindow, SimulatorBatch
-from envs.smoothing import Indices, Place, window_regret
+from envs.smoothing import Place, window_regret
 from envs.task import Episode, Task
 
 REWARD_LIMIT = 3.0
@@ -70,8 +70,9 @@ class Windows:
         return values
 
 
-INFO_KEYS: tuple[str, ...] = tuple(
-    ["requests", *(prefix + name for prefix in ("", "reference_") for name in ("cost", "dollars", "knobs", "hit_ratio"))]
+INFO_KEYS: tuple[str, ...] = (
+    "requests",
+    *(prefix + name for prefix in ("", "reference_") for name in ("cost", "dollars", "knobs", "hit_ratio")),
 )
 """Keys of :meth:`Windows.info`; the hit ratios are absent where there were no requests."""
 

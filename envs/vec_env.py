@@ -1,8 +1,8 @@
 """``CacheTuning-v0`` for many caches at once, as a native vector environment of stable-baselines3.
 
-One call steps every cache, prices, observes and rewards all of them with arrays. Lane ``e`` of an environment seeded with ``s`` plays
-what :class:`envs.cache_env.CacheTuningEnv` plays after ``reset(seed=s + e)``, episode after episode, to the last bit; how many
-lanes there are does not matter. Imports torch, as stable-baselines3 does.
+One call steps every cache, prices, observes and rewards all of them with arrays. Lane ``e`` of an environment seeded with ``s``
+plays what :class:`envs.cache_env.CacheTuningEnv` plays after ``reset(seed=s + e)``, episode after episode, to the last bit; how
+many lanes there are does not matter. Imports torch, as stable-baselines3 does.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class CacheTuningVecEnv(VecEnv):
     """Tune many simulated caches; see the module, and :class:`envs.cache_env.CacheTuningEnv` for one lane's contract.
 
     A lane whose episode is over starts the next at once: what ``step`` returns is the new episode's first observation, and its
-    info holds ``terminal_observation`` and ``TimeLimit.truncated``, always true, since no episode terminates. Rewards are float64.
-    ``info`` is a mapping that is filled when it is read (:class:`LaneInfo`).
+    info holds ``terminal_observation`` and ``TimeLimit.truncated``, always true, since no episode terminates. Rewards are
+    float64. ``info`` is a mapping that is filled when it is read (:class:`LaneInfo`).
 
     Knob spaces and prices may differ between lanes and episodes; the number of grid steps must not.
 

@@ -125,6 +125,7 @@ def train(settings: TrainSettings, *, console: Console | None = None, command: s
             episode_length=settings.intervals[1],
             randomise=Randomisation(start=False, prices=settings.prices_factor, clock=True, absent=settings.absent),
             radius=settings.radius,
+            reward="relative",
         )
 
     started = time.monotonic()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.action import MAX_STEPS, RADIUS, limit_step, residual
+from envs.knob_batch import SpaceBatch, to_array, to_knobs
 from serving.knobs import Knobs, KnobSpace
 
 SPACE = KnobSpace()
@@ -49,3 +50,26 @@ def test_one_interval_moves_at_most_the_step_limit_and_repeating_it_arrives(want
 def test_an_action_that_is_not_three_finite_numbers_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="expected three finite numbers"):
         residual(bad, Knobs(1 << 20, 60.0), SPACE)  # type: ignore[arg-type]
+
+
+_SPACES = [SPACE, KnobSpace(1 << 10, 1 << 40, 0.1, 1e6, 1.0), KnobSpace(max_warmup=0.0)]
+
+
+@given(knobs=st.lists(_KNOBS, min_size=3, max_size=3), steps=st.lists(_ACTIONS, min_size=3, max_size=3))
+def test_spaces_as_arrays_mean_the_same_as_one_by_one(knobs: list[Knobs], steps: list[list[float]]) -> None:
+    spaces = SpaceBatch.of(_SPACES)
+    positions = spaces.to_steps(to_array(knobs))
+    moved = spaces.from_steps(np.array(steps))
+    for lane, space in enumerate(_SPACES):
+        assert positions[lane] == pytest.approx(space.to_steps(knobs[lane]), rel=1e-12, abs=1e-12)
+        assert to_knobs(spaces.clip(to_array(knobs))[lane]) == space.clip(knobs[lane])
+        expected = space.from_steps(steps[lane])
+        assert to_array([to_knobs(moved[lane])])[0] == pytest.approx(to_array([expected])[0], rel=1e-9)
+        assert space.contains(to_knobs(moved[lane]))
+
+
+def test_spaces_of_different_shape_are_refused_with_the_lane() -> None:
+    with pytest.raises(ValueError, match="lane 1: expected a grid of"):
+        SpaceBatch.of([SPACE, KnobSpace(size_steps=12)])
+    with pytest.raises(ValueError, match="at least one lane"):
+        SpaceBatch.of([])

@@ -13,10 +13,11 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from envs.action import MAX_STEPS
-from envs.cache_env import FIXED, CacheTuningEnv, Randomisation, Scenario
+from envs.cache_env import DOMAIN, FIXED, CacheTuningEnv, Randomisation, Scenario, make_task
 from envs.objective import Prices
 from envs.observation import DIM
 from envs.simulator import SimConfig
+from envs.task import LOADS
 from envs.workloads.trace import Trace
 from serving.knobs import Knobs, KnobSpace
 
@@ -102,7 +103,7 @@ def test_a_second_episode_of_one_environment_repeats_as_well() -> None:
 
 
 def test_observations_stay_in_their_space_and_rewards_are_finite() -> None:
-    env = make(randomise=Randomisation(absent=0.5, clock=True))
+    env = make(randomise=replace(DOMAIN, absent=0.5))
     for seed in range(4):
         for vector, *rest in play(env, seed):
             assert env.observation_space.contains(np.frombuffer(vector, np.float32))
@@ -116,8 +117,17 @@ def test_the_anchor_itself_is_the_reference_and_earns_nothing() -> None:
         assert info["cost"] == info["reference_cost"]
 
 
-def test_the_reward_is_what_was_saved_on_the_same_requests() -> None:
-    steps = play(make(randomise=FIXED), 0, actions=[-1.0, -1.0, 0.0])
+def test_the_reward_is_what_the_reference_cost_less_what_we_cost_in_dollars_per_thousand_requests() -> None:
+    rewards = []
+    for _, reward, info in play(make(), 0, actions=[-1.0, -1.0, 0.0])[1:]:
+        assert reward == info["reference_cost"]["total"] - info["cost"]["total"]
+        assert reward == pytest.approx(1000 * (info["reference_dollars"] - info["dollars"]) / info["requests"])
+        rewards.append(reward)
+    assert any(rewards)
+
+
+def test_the_relative_reward_is_what_was_saved_on_the_same_requests() -> None:
+    steps = play(make(randomise=FIXED, reward="relative"), 0, actions=[-1.0, -1.0, 0.0])
     dollars = [info["reference_dollars"] for *_, info in steps]
     for number, (_, reward, info) in enumerate(steps[1:], start=2):
         weights = 0.95 ** np.arange(number)[::-1]
@@ -131,12 +141,12 @@ def test_the_reward_is_what_was_saved_on_the_same_requests() -> None:
 
 def test_wasting_memory_is_punished() -> None:
     dear = replace(CONFIG, prices=replace(CONFIG.prices, memory_gib_hour=100.0))
-    steps = play(make(config=dear, randomise=FIXED), 0, actions=[1.0, 0.0, 0.0])
+    steps = play(make(config=dear, randomise=FIXED, reward="relative"), 0, actions=[1.0, 0.0, 0.0])
     assert sum(reward for _, reward, _ in steps[1:]) < -0.5
 
 
 def test_one_interval_moves_the_knobs_no_farther_than_the_guard_would_let_them() -> None:
-    env = make()
+    env = make(randomise=Randomisation())
     for seed in range(3):
         before = play(env, seed)
         knobs = [SPACE.to_steps(Knobs.from_dict(info["knobs"])) for *_, info in before]
@@ -146,10 +156,10 @@ def test_one_interval_moves_the_knobs_no_farther_than_the_guard_would_let_them()
 
 def test_holding_is_a_reference_too_and_so_is_any_function() -> None:
     start = Knobs(1 << 20, 60.0, 0.0)
-    held = play(make(reference="hold", initial=start), 0)
+    held = play(make(reference="hold", initial=start, randomise=Randomisation()), 0)
     assert {tuple(info["reference_knobs"].values()) for *_, info in held} == {(1 << 20, 60.0, 0.0)}
     full = Knobs(SPACE.max_size, SPACE.max_ttl, 0.0)
-    grown = play(make(reference=lambda observation: full, initial=start), 0)
+    grown = play(make(reference=lambda observation: full, initial=start, randomise=Randomisation()), 0)
     assert grown[-1][-1]["reference_knobs"] == full.to_dict()
 
 
@@ -168,6 +178,7 @@ def test_a_gap_in_the_traffic_is_no_cost_and_no_crash() -> None:
     empty = [info for *_, info in steps if info["requests"] == 0]
     assert len(empty) >= 11
     assert all(info["cost"] == {} and info["dollars"] == 0.0 and "hit_ratio" not in info for info in empty)
+    assert all(reward == 0.0 for _, reward, info in steps[1:] if info["requests"] == 0)
 
 
 def test_randomisation_draws_start_knobs_and_prices_and_can_be_switched_off() -> None:
@@ -181,9 +192,39 @@ def test_randomisation_draws_start_knobs_and_prices_and_can_be_switched_off() ->
         return found
 
     assert len(beginnings(FIXED)) == 1
-    off = {"start": False, "knobs": False, "prices": 1.0}
-    for only in ({"start": True}, {"knobs": True}, {"prices": 2.0}, {"clock": True}):
-        assert len(beginnings(Randomisation(**{**off, **only}))) == 4, only  # type: ignore[arg-type]
+    off: dict[str, Any] = {"start": False, "knobs": False, "prices": 1.0}
+    changes: tuple[dict[str, Any], ...] = (
+        {"start": True}, {"knobs": True}, {"prices": 2.0}, {"clock": True}, {"capacity": 4.0}, {"staleness": 4.0},
+    )  # fmt: skip
+    for only in changes:
+        assert len(beginnings(Randomisation(**{**off, **only}))) == 4, only
+    for only in ({"load": 2.0}, {"slots": 4.0}):
+        assert len(beginnings(Randomisation(**off, **only))) > 1, only
+
+
+def test_each_part_of_the_domain_is_drawn_within_its_factor() -> None:
+    task = make_task(TRACE, config=CONFIG, interval=5.0, episode_length=8, initial=Knobs(1 << 20, 60.0))
+    seen = [task.draw(np.random.default_rng(seed)) for seed in range(60)]
+    for values, base, factor in (
+        ([episode.config.space.max_size for episode in seen], SPACE.max_size, DOMAIN.capacity),
+        ([episode.initial.cache_size for episode in seen], 1 << 20, DOMAIN.capacity),
+        ([len(episode.trace) / episode.trace.duration for episode in seen], len(TRACE) / TRACE.duration, DOMAIN.load),
+        ([episode.config.staleness_half_life for episode in seen], CONFIG.staleness_half_life, DOMAIN.staleness),
+        ([episode.config.upstream.slots for episode in seen], CONFIG.upstream.slots, DOMAIN.slots),
+        ([episode.config.prices.input_mtok for episode in seen], CONFIG.prices.input_mtok, DOMAIN.prices),
+    ):
+        ratios = np.array(values) / base
+        assert 1 / factor - 1e-6 <= ratios.min() < 0.8
+        assert 1.25 < ratios.max() <= factor + 1e-6
+    # Every capacity keeps the range between the least size and the greatest, and a trace is prepared once per speed.
+    assert {round(episode.config.space.max_size / episode.config.space.min_size) for episode in seen} == {64}
+    assert len({id(episode.trace) for episode in seen}) == LOADS
+    assert all(episode.start < len(episode.trace) for episode in seen)
+
+
+def test_a_load_never_makes_a_trace_too_short_for_an_episode() -> None:
+    task = make_task(TRACE, config=CONFIG, interval=5.0, episode_length=20, randomise=replace(DOMAIN, load=8.0))
+    assert min(task.draw(np.random.default_rng(seed)).trace.duration for seed in range(20)) >= 21 * 5.0
 
 
 def test_absent_signals_are_absent_for_the_whole_episode_on_both_sides() -> None:
@@ -210,6 +251,8 @@ def test_scenarios_are_drawn_for_each_episode() -> None:
     [
         ({"interval": 0.0}, "interval: expected finite seconds > 0, got 0.0"),
         ({"episode_length": 0}, "episode_length: expected at least 1"),
+        ({"reward": "euros"}, "reward: expected dollars or relative, got 'euros'"),
+        ({"radius": (1.0, 0.0, 1.0)}, "radius: expected three finite numbers of grid steps > 0"),
         ({"reference": "best"}, "reference: expected curve, hold or a function, got 'best'"),
         ({"render_mode": "human"}, "render_mode"),
         ({"interval": 1e6}, "expected to last longer than one interval"),

@@ -11,8 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.objective import Prices, grid_cost
-from envs.observation import COMPONENTS, DIM, HIGH, LOW, VALIDITY, ObservationBuilder, schema, schema_hash
+from envs.knob_batch import Grid, SpaceBatch, to_array
+from envs.objective import PriceBatch, Prices, grid_cost
+from envs.observation import (
+    COMPONENTS,
+    DIM,
+    HIGH,
+    LOW,
+    VALIDITY,
+    ObservationBatch,
+    ObservationBuilder,
+    schema,
+    schema_hash,
+)  # fmt: skip
+from envs.signal_batch import SignalBatch
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs, KnobSpace
@@ -224,6 +236,40 @@ def test_the_vector_is_finite_and_bounded_whatever_the_signals_hold(
         if observation.anchor is not None:
             assert SPACE.contains(observation.anchor)
             assert math.isfinite(observation.anchor_cost)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    windows=st.lists(st.lists(_signals(), min_size=3, max_size=3), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(0, 1 << 40), min_size=3, max_size=3),
+)
+def test_arms_observed_together_see_what_each_would_see_alone_to_the_last_bit(
+    windows: list[list[ArmSignals]], sizes: list[int]
+) -> None:
+    spaces = [SPACE, replace(SPACE, max_size=1 << 24), replace(SPACE, min_ttl=0.5)]
+    prices = [PRICES, replace(PRICES, memory_gib_hour=5.0, time_scale=300.0), replace(PRICES, stale_answer=0.1)]
+    each = [ObservationBuilder(space, price) for space, price in zip(spaces, prices, strict=True)]
+    grid = Grid.of(np.array([SPACE.sizes] * 3), np.array([SPACE.ttls] * 3))
+    together = ObservationBatch(SpaceBatch.of(spaces), PriceBatch.of(prices))
+    knobs = [Knobs(size, 30.0, 0.1) for size in sizes]
+    for step in windows:
+        alone = [SignalBatch.alone(signals, Grid.of([SPACE.sizes], [SPACE.ttls])) for signals in step]
+        batch = SignalBatch(
+            np.concatenate([lane.values for lane in alone], axis=1),
+            grid,
+            np.concatenate([lane.hits for lane in alone]),
+            np.concatenate([lane.stale_hits for lane in alone]),
+            np.concatenate([lane.ghost_requests for lane in alone]),
+        )
+        seen = together.build(batch, to_array(knobs))
+        for lane, (builder, signals) in enumerate(zip(each, step, strict=True)):
+            expected = builder.build(signals, knobs[lane])
+            assert seen.vectors[lane].tobytes() == expected.vector.tobytes()
+            observation = seen.lane(lane, spaces[lane], signals)
+            assert (observation.anchor, observation.last_anchor) == (expected.anchor, expected.last_anchor)
+            assert repr((observation.cost, observation.anchor_cost, observation.current_cost, observation.raw)) == repr(
+                (expected.cost, expected.anchor_cost, expected.current_cost, expected.raw)
+            )
 
 
 def test_one_absurd_window_does_not_spoil_the_ones_after_it() -> None:
