@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections import OrderedDict
 from dataclasses import fields
@@ -105,16 +106,23 @@ def same(one: Trace, other: Trace) -> bool:
     return all(np.array_equal(getattr(one, column), getattr(other, column)) for column in columns)
 
 
-def hits_of_lru(keys: np.ndarray, capacity: int) -> np.ndarray:
-    """Which requests an LRU of so many entries answers."""
-    held: OrderedDict[int, None] = OrderedDict()
-    hit = np.zeros(len(keys), bool)
-    for row, key in enumerate(keys.tolist()):
+def hits_of_lru(trace: Trace, capacity: float) -> np.ndarray:
+    """Which requests an LRU of so many bytes answers that is emptied at releases."""
+    held: OrderedDict[int, int] = OrderedDict()
+    hit = np.zeros(len(trace), bool)
+    used, releases = 0, np.searchsorted(trace.flush_time, trace.time, side="right").tolist()
+    for row, (key, size) in enumerate(zip(trace.key.tolist(), trace.size.tolist(), strict=True)):
+        if row and releases[row] > releases[row - 1]:
+            held.clear()
+            used = 0
         hit[row] = key in held
-        held[key] = None
-        held.move_to_end(key)
-        if len(held) > capacity:
-            held.popitem(last=False)
+        if hit[row]:
+            held.move_to_end(key)
+            continue
+        held[key] = size
+        used += size
+        while used > capacity:
+            used -= held.popitem(last=False)[1]
     return hit
 
 
@@ -205,7 +213,7 @@ def test_a_scan_lowers_what_lru_answers_of_the_other_traffic() -> None:
         trace = WORKLOADS["scan"](20_000, 500, share=share, scans=4, drift=0.0, seed=7)
         _, inverse, counts = np.unique(trace.key, return_inverse=True, return_counts=True)
         once = counts[inverse] == 1
-        ratios[share] = hits_of_lru(trace.key, 100)[~once].mean()
+        ratios[share] = hits_of_lru(trace, 100_000)[~once].mean()
         assert once.mean() >= share
     assert ratios[0.4] < ratios[0.0] - 0.02
 
@@ -367,3 +375,16 @@ def test_the_page_on_workloads_has_every_made_one() -> None:
         parameters = inspect.signature(WORKLOADS[name]).parameters
         named = set(re.findall(r"`(\w+)`", text)) - {"stay", "change"}
         assert named <= set(parameters), name
+
+
+def test_the_page_tells_the_figures_of_every_made_workload() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text("utf-8").partition("## Made workloads")[2]
+    for name, workload in WORKLOADS.items():
+        trace = workload()
+        _, first = np.unique(trace.key, return_index=True)
+        footprint = int(trace.size[first].sum())
+        hits = [hits_of_lru(trace, capacity).mean() for capacity in (math.inf, footprint / 16)]
+        assert (
+            f"| `{name}` | {len(trace):,} | {trace.duration / 3600:.0f} h | {len(first):,} | {footprint / 2**20:.1f} MiB "
+            f"| {hits[0]:.0%} | {hits[1]:.0%} |"
+        ) in page
