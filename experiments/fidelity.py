@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 
 from envs.simulator import CacheSimulator, SimConfig
@@ -43,11 +44,13 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
     """Replay a trace through the simulator and through memory tier and store, warm-up included; set the windows side by side.
 
     The tiers are the gateway's own, driven with the trace's clock; an answer is stored at the moment of its miss, as in the
-    simulator. The store's arm ``fidelity`` is flushed first. The tiers know no model, so the simulated model answers at once.
+    simulator. Blocks of a prefix chain follow the simulator's rule where ``config.prefix`` is set: one whose predecessor in its
+    request was not answered is not looked up, but made and stored anew. The store's arm ``fidelity`` is flushed first. The tiers
+    know no model, so the simulated model answers at once.
 
     Args:
-        trace: The workload.
-        config: The simulator's settings; the tiers get the same.
+        trace: The workload, without events of its own: flushes are the schedule's.
+        config: The simulator's settings; the tiers get the same. Answers by meaning are left out.
         schedule: Stages in order; the first needs knobs.
         store: The shared tier, e.g. a :class:`serving.tiers.redis.RedisTier` whose deadlines and touch interval are longer than
             the replay: they go by the wall clock, all else by the trace's. It is closed at the end.
@@ -58,11 +61,16 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
         and ``<name>_tiers``. Ratios are NaN in windows without requests.
 
     Raises:
-        ValueError: If the first stage has no knobs.
+        ValueError: If the first stage has no knobs, or the trace has events.
     """
+    if len(trace.flush_time) or len(trace.update_time):
+        raise ValueError(
+            f"fidelity: trace {trace.name}: expected no flushes or updates of its own; put flushes into the schedule"
+        )
     if not schedule or schedule[0].knobs is None:
         raise ValueError("fidelity: schedule: expected at least one stage, the first with knobs")
-    config = replace(config, upstream=UpstreamModel(slots=1, ttft=0.0, tpot=0.0), ghost_keys=0, refreshes_inflight=1)
+    at_once = UpstreamModel(slots=1, ttft=0.0, tpot=0.0)
+    config = replace(config, upstream=at_once, ghost_keys=0, refreshes_inflight=1, semantic=False)
     simulator = CacheSimulator(trace, config, schedule[0].knobs)
     live = _LiveTiers(trace, config, store)
     rows: list[dict[str, float]] = []
@@ -103,6 +111,8 @@ class _LiveTiers:
 
     def __init__(self, trace: Trace, config: SimConfig, store: Tier) -> None:
         self._trace = trace
+        self._chain = trace.chain if config.prefix else np.zeros(len(trace), np.int32)
+        self._broken = False
         self.cache = TieredCache(
             memory=MemoryTier(),
             store=store,
@@ -144,11 +154,14 @@ class _LiveTiers:
             request = _fingerprint(key)
             if not self._warmer.knows(key):
                 self._warmer.remember(key, Remembered(request, b"", {}))
-            found = await self.cache.lookup(_ARM, request, now=due)
-            if found.outcome == "hit":
+            found = None
+            if not (self._broken and self._chain[self._row] > 0):
+                found = await self.cache.lookup(_ARM, request, now=due)
+                expirations += found.expired
+            self._broken = found is None or found.outcome != "hit"
+            if found is not None and found.outcome == "hit":
                 hits[found.tier] += 1
             else:
-                expirations += found.expired
                 await self.cache.put(_ARM, self._entry(key, self._row, due), now=due)
             self._row += 1
         requests = self._row - first

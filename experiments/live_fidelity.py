@@ -367,8 +367,14 @@ async def _until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.02)
 
 
-def worst(table: pd.DataFrame) -> tuple[float, float]:
-    """Return the largest difference of a window in hit ratio (0..1), and the largest in bytes, relative to the gateway's."""
-    ratio = float((table["hit_ratio_simulator"] - table["hit_ratio_gateway"]).abs().max())
-    size = (table["resident_bytes_simulator"] - table["resident_bytes_gateway"]).abs() / table["resident_bytes_gateway"]
-    return ratio, float(size.max())
+def worst(table: pd.DataFrame, live: str = "gateway") -> tuple[float, float]:
+    """Return the largest difference of a window in hit ratio (0..1), and the largest in bytes, relative to the live side's.
+
+    Args:
+        table: What :func:`compare_live` or :func:`experiments.fidelity.compare` returned.
+        live: What the live side's columns end with.
+    """
+    ratio = (table["hit_ratio_simulator"] - table[f"hit_ratio_{live}"]).abs()
+    held = table[f"resident_bytes_{live}"]
+    size = (table["resident_bytes_simulator"] - held).abs() / held.clip(lower=1.0)
+    return float(ratio.max()), float(size.max())

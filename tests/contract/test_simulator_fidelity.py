@@ -31,8 +31,12 @@ def assert_same(table: pd.DataFrame) -> None:
         assert simulated.tolist() == pytest.approx(measured.tolist(), abs=1e-12, nan_ok=True), measure
 
 
-async def test_mooncake_hits_by_tier_agree_through_shrink_ttl_change_and_flush(redis_url: str, namespace: str) -> None:
-    trace = load(trace_file("mooncake_conversation.jsonl.gz"), limit=20_000)
+@pytest.mark.parametrize("prefix", [True, False])
+async def test_mooncake_hits_by_tier_agree_through_shrink_ttl_change_and_flush(
+    redis_url: str, namespace: str, prefix: bool
+) -> None:
+    trace = load(trace_file("mooncake_conversation.jsonl.gz"), limit=10_000)
+    assert trace.chain.max() > 0
     window = trace.duration / 12
     schedule = [
         Stage(4, window, Knobs(24 * MIB, 3600.0)),
@@ -40,7 +44,7 @@ async def test_mooncake_hits_by_tier_agree_through_shrink_ttl_change_and_flush(r
         Stage(3, window, Knobs(24 * MIB, window / 2)),
         Stage(4, window, flush=True),
     ]
-    table = await compare(trace, SimConfig(), schedule, store(redis_url, namespace))
+    table = await compare(trace, SimConfig(prefix=prefix), schedule, store(redis_url, namespace))
     assert table["requests"].sum() == len(trace)
     for measure in ("hit_ratio", "memory", "redis"):
         apart = (table[f"{measure}_simulator"] - table[f"{measure}_tiers"]).abs()
@@ -90,3 +94,25 @@ async def test_entries_of_one_key_that_change_their_size(redis_url: str, namespa
     schedule = [Stage(3, 50.0, Knobs(MIB // 8, 30.0)), Stage(4, 50.0, Knobs(32 * 1024, 30.0))]
     table = await compare(trace, SimConfig(l1_share=0.1), schedule, store(redis_url, namespace))
     assert_same(table)
+
+
+async def test_a_block_whose_predecessor_was_evicted_is_made_anew(redis_url: str, namespace: str) -> None:
+    # Chains of four over few keys under a budget that cuts them: some are broken in their middle, some after their TTL.
+    made = sessions(4_000, 60, duration=400.0, seed=7)
+    place = np.arange(len(made), dtype=np.int32) % 4
+    head = np.arange(len(made)) - place
+    chained = replace(made, time=made.time[head], key=made.key[head] + place.astype(np.uint64), chain=place)
+    schedule = [Stage(4, 50.0, Knobs(MIB // 16, 20.0)), Stage(4, 50.0, Knobs(MIB // 32, 60.0))]
+    table = await compare(chained, SimConfig(), schedule, store(redis_url, namespace))
+    assert_same(table)
+    apart = await compare(chained, SimConfig(prefix=False), schedule, store(redis_url, f"{namespace}-apart"))
+    assert_same(apart)
+    assert (table["hit_ratio_tiers"] < apart["hit_ratio_tiers"]).any()
+
+
+async def test_a_trace_that_flushes_by_itself_is_refused(redis_url: str, namespace: str) -> None:
+    trace = replace(sessions(10, 5, duration=10.0, seed=1), flush_time=np.array([5.0]))
+    tier = store(redis_url, namespace)
+    with pytest.raises(ValueError, match="put flushes into the schedule"):
+        await compare(trace, SimConfig(), [Stage(1, 10.0, Knobs(MIB, 60.0))], tier)
+    await tier.close()
