@@ -92,7 +92,7 @@ class CacheTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
     Observation: ``Box(float32, (DIM,))``, see :data:`envs.observation.COMPONENTS`. Action: ``Box(-1, 1, (3,), float32)``: size,
     TTL, warm-up ratio around the anchor; without a curve the knobs are held. Equal seeds give equal episodes, to the last bit.
 
-    An episode is truncated after ``episode_length`` steps or at the trace's end, and never terminated: a cache has no final state.
+    An episode is truncated after ``episode_length`` steps or at the trace's end, never terminated: a cache has no final state.
     Serving goes on beyond the last interval that is simulated, and a learner has to bootstrap its value there.
 
     The reward is the reference's cost of the window less ours, US dollars per 1,000 requests, 0 without requests; with

@@ -50,9 +50,8 @@ class Randomisation:
         clock: Draw the time of day at which the trace starts.
         absent: Probability that an episode lacks a signal that not every deployment has (model load, entropy, drift, regret).
         capacity: Factor of the bounds of ``cache_size``, and of the initial size where the scenario gives one.
-        load: Factor of the requests per second: the trace's time runs faster or slower, everything else does not. One of
-            :data:`LOADS` values, evenly spaced, because a trace is prepared anew for each; never so fast that a whole
-            episode no longer fits.
+        load: Factor of the requests per second: the trace's time runs faster or slower, everything else does not. One of few
+            speeds, evenly spaced, since a trace is prepared anew for each; never so fast that an episode no longer fits.
         staleness: Factor of the half-life of an answer's truth.
         slots: Factor of the model's slots, rounded, at least 1.
     """
