@@ -52,7 +52,8 @@ HEAD = _text(
 
     Written by `python scripts/environment_doc.py > docs/environment.md` from the code in `envs/`.
 
-    `CacheTuning-v0` (`envs/cache_env.py`) tunes a simulated cache on a trace. A step is one decision interval. A second cache, tuned
+    `CacheTuning-v0` (`envs/cache_env.py`) tunes a simulated cache on a trace. A step is one decision interval. A second cache,
+    tuned
     by the reference policy, runs on the very same requests.
 
     ```python
@@ -68,7 +69,8 @@ END = _text(
     """
     ## End of an episode
 
-    `truncated` after `episode_length` steps or at the trace's end. `terminated` is never true: a cache has no final state, serving
+    `truncated` after `episode_length` steps or at the trace's end. `terminated` is never true: a cache has no final state,
+    serving
     goes on beyond the last interval that is simulated, so a learner must bootstrap the value there (Pardo et al., ICML'18).
     """
 )
@@ -92,7 +94,8 @@ VECTOR = _text(
     - A lane whose episode is over starts the next at once; its info holds `terminal_observation` and `TimeLimit.truncated`.
     - Knob spaces, prices and intervals may differ between lanes; the number of grid steps may not, and that is checked.
     - `info` is a mapping that is filled when it is read. Rewards are float64.
-    - `get_attr` knows `observation` (the whole one, for policies that need more than the vector), `knobs` and `space`; `step_knobs`
+    - `get_attr` knows `observation` (the whole one, for policies that need more than the vector), `knobs` and `space`;
+      `step_knobs`
       runs an interval under given knobs.
     """
 )
@@ -103,9 +106,12 @@ def _observation() -> list[str]:
         f"""
         ## Observation
 
-        `Box(float32, ({DIM},))`: {len(COMPONENTS)} components, then {len(VALIDITY)} validity bits (0 or 1), one for each component that
-        is derived from a signal. Where a signal is missing, negative, not finite or absurd (1e15 and more), the component is 0 and its
-        bit is 0. The vector is never NaN and never leaves the range. `x` is the raw value in the unit given; the tuner builds the same
+        `Box(float32, ({DIM},))`: {len(COMPONENTS)} components, then {len(VALIDITY)} validity bits (0 or 1), one for each
+        component that
+        is derived from a signal. Where a signal is missing, negative, not finite or absurd (1e15 and more), the component is 0
+        and its
+        bit is 0. The vector is never NaN and never leaves the range. `x` is the raw value in the unit given; the tuner builds
+        the same
         vector from a live gateway's metrics.
 
         | # | component | unit of x | normalisation | range | bit | x |
@@ -126,9 +132,12 @@ def _action() -> list[str]:
         f"""
         ## Action
 
-        `Box(-1, 1, (3,), float32)`: size, TTL, warm-up ratio as a residual around the anchor, the optimum of the smoothed ghost curve
-        under the prices. 1 stands for {_steps(RADIUS)} grid steps; residuals are rounded to {RESOLUTION:g} of a step, and 0 is the
-        anchor itself. Without a trustworthy curve the knobs are held. One interval moves the knobs by at most {_steps(MAX_STEPS)} grid
+        `Box(-1, 1, (3,), float32)`: size, TTL, warm-up ratio as a residual around the anchor, the optimum of the smoothed ghost
+        curve
+        under the prices. 1 stands for {_steps(RADIUS)} grid steps; residuals are rounded to {RESOLUTION:g} of a step, and 0 is
+        the
+        anchor itself. Without a trustworthy curve the knobs are held. One interval moves the knobs by at most
+        {_steps(MAX_STEPS)} grid
         steps, and never beyond the bounds of the knob space. An action that is not three finite numbers is refused.
         """
     )
@@ -140,18 +149,21 @@ def _reward() -> list[str]:
         ## Reward and info
 
         The reward is the reference's cost of the window less ours, in US dollars per 1,000 requests, exactly:
-        `info["reference_cost"]["total"] - info["cost"]["total"]`, and 0 for a window without requests. The reference is `curve` (always
+        `info["reference_cost"]["total"] - info["cost"]["total"]`, and 0 for a window without requests. The reference is `curve`
+        (always
         goes to the anchor of its own cache), `hold` (the initial knobs for ever) or any function of its observation.
 
-        `reward="relative"`, which training uses, divides the dollars saved in the window by the reference's mean cost of an interval
+        `reward="relative"`, which training uses, divides the dollars saved in the window by the reference's mean cost of an
+        interval
         and clips to {REWARD_LIMIT:g}: scenarios of any price weigh the same.
         """
     )
     terms = [f"| `{name}` | {TERMS[name]} |" for name in COST_TERMS]
     keys = [f"| `{name}` | {INFO[name]} |" for name in INFO_KEYS]
+    note = "Both caches share one ghost: it depends on the requests and not on the knobs."
     return [
-        *text, "| cost term | US dollars per 1,000 requests |", "|---|---|", *terms, "", "| key of `info` | meaning |", "|---|---|",
-        *keys, "", "Both caches share one ghost: it depends on the requests and not on the knobs.", "",
+        *text, "| cost term | US dollars per 1,000 requests |", "|---|---|", *terms, "", 
+        "| key of `info` | meaning |", "|---|---|", *keys, "", note, "",
     ]  # fmt: skip
 
 
@@ -166,8 +178,10 @@ def _randomisation() -> list[str]:
         f"""
         ## Domain randomisation
 
-        What differs between episodes: `randomise=` takes a `Randomisation`; `CacheTuning-v0` uses `DOMAIN` unless told otherwise, and
-        `FIXED` is for evaluation. A factor f multiplies by a number drawn log-uniformly from 1/f to f; 1 is none. A trace is replayed
+        What differs between episodes: `randomise=` takes a `Randomisation`; `CacheTuning-v0` uses `DOMAIN` unless told
+        otherwise, and
+        `FIXED` is for evaluation. A factor f multiplies by a number drawn log-uniformly from 1/f to f; 1 is none. A trace is
+        replayed
         at one of {LOADS} speeds.
 
         | field | `DOMAIN` | `Randomisation()` | `FIXED` | what is drawn |
