@@ -162,7 +162,7 @@ def _reward() -> list[str]:
     keys = [f"| `{name}` | {INFO[name]} |" for name in INFO_KEYS]
     note = "Both caches share one ghost: it depends on the requests and not on the knobs."
     return [
-        *text, "| cost term | US dollars per 1,000 requests |", "|---|---|", *terms, "", 
+        *text, "| cost term | US dollars per 1,000 requests |", "|---|---|", *terms, "",
         "| key of `info` | meaning |", "|---|---|", *keys, "", note, "",
     ]  # fmt: skip
 
