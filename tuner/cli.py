@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 experiment_app = typer.Typer(help="A/B experiments: start, watch, end, report.", no_args_is_help=True)
 app.add_typer(experiment_app, name="experiment")
+trace_app = typer.Typer(help="Traces: what is in one.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
 
 out = Console()
 err = Console(stderr=True)
@@ -36,6 +38,24 @@ err = Console(stderr=True)
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="settings file (YAML); default: $CACHEPILOT_CONFIG")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 PolicyOption = Annotated[str | None, typer.Option("--policy", help="ppo, curve, static:<size>,<ttl>,<warmup>, or a directory")]
+
+TraceArgument = Annotated[
+    str, typer.Argument(metavar="TRACE", help="a trace file, or made:<workload>?<option>=<value>, for instance made:flash-crowd")
+]
+LimitOption = Annotated[int | None, typer.Option(help="requests to read at most, from the start", min=1)]
+FormatOption = Annotated[str | None, typer.Option("--format", help="the file's format; default: told by its content")]
+ColumnOption = Annotated[
+    list[str] | None, typer.Option("--column", help="what a column of a CSV or Parquet file is: time=ts, key=path; repeatable")
+]
+SkipOption = Annotated[bool, typer.Option("--skip-bad-lines", help="count lines that cannot be read and leave them out")]
+IndependentOption = Annotated[bool, typer.Option("--independent", help="answer prefix blocks one by one, not as chains")]
+HalfLifeOption = Annotated[str | None, typer.Option(help="age at which half of the answers are outdated, for instance 12h")]
+SlotsOption = Annotated[int | None, typer.Option(help="requests that the model runs at the same time", min=1)]
+TtftOption = Annotated[str | None, typer.Option(help="the model's time to the first token, for instance 80ms")]
+TpotOption = Annotated[str | None, typer.Option(help="the model's time per output token, for instance 2ms")]
+L1Option = Annotated[float | None, typer.Option(help="share of the budget that may be resident in memory", min=0.0, max=1.0)]
+PricesOption = Annotated[Path | None, typer.Option("--prices", help="a price book (YAML); default: the one that comes with us")]
+SeedOption = Annotated[int, typer.Option(help="of what is drawn", min=0)]
 
 
 @app.command()
@@ -226,6 +246,109 @@ def doctor(as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+@trace_app.command("info")
+def trace_info(
+    trace: TraceArgument,
+    window: Annotated[str | None, typer.Option(help="length of the windows: 10m; default: a part of the trace")] = None,
+    limit: LimitOption = None,
+    format: FormatOption = None,
+    column: ColumnOption = None,
+    skip_bad_lines: SkipOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what is in a trace: load, keys, working set, reuse, change over time, what an infinite cache would hit."""
+    from tuner.trace_commands import TraceOptions, show_info
+
+    show_info(TraceOptions(trace, limit, format, column or (), skip_bad_lines), window=window, as_json=as_json, out=out, err=err)
+
+
+@app.command()
+def simulate(
+    trace: TraceArgument,
+    cache_size: Annotated[str, typer.Option(help="byte budget: 64MiB, 1.5GiB; 0 keeps nothing")] = "64MiB",
+    ttl: Annotated[str, typer.Option(help="time to live: 5m, 1h30m, never")] = "1h",
+    warmup_ratio: Annotated[float, typer.Option(help="share of the hot set that is kept warm", min=0.0, max=1.0)] = 0.0,
+    window: Annotated[str | None, typer.Option(help="length of the windows; default: at most 200 of them")] = None,
+    l1_share: L1Option = None,
+    half_life: HalfLifeOption = None,
+    slots: SlotsOption = None,
+    ttft: TtftOption = None,
+    tpot: TpotOption = None,
+    independent: IndependentOption = False,
+    prices: PricesOption = None,
+    limit: LimitOption = None,
+    format: FormatOption = None,
+    column: ColumnOption = None,
+    skip_bad_lines: SkipOption = False,
+    seed: SeedOption = 0,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what one setting of the cache would have done on a trace."""
+    from tuner.trace_commands import CacheOptions, TraceOptions, show_simulation
+
+    show_simulation(
+        TraceOptions(trace, limit, format, column or (), skip_bad_lines),
+        CacheOptions(l1_share, half_life, slots, ttft, tpot, independent, prices),
+        _settings(config),
+        cache_size=cache_size,
+        ttl=ttl,
+        warmup_ratio=warmup_ratio,
+        window=window,
+        seed=seed,
+        as_json=as_json,
+        out=out,
+        err=err,
+    )
+
+
+@app.command()
+def advise(
+    trace: TraceArgument,
+    current_cache_size: Annotated[str | None, typer.Option(help="the budget in force, to compare with: 64MiB")] = None,
+    current_ttl: Annotated[str | None, typer.Option(help="the time to live in force: 1h; default: never")] = None,
+    current_warmup_ratio: Annotated[float, typer.Option(help="the warm-up ratio in force", min=0.0, max=1.0)] = 0.0,
+    max_cache_size: Annotated[str | None, typer.Option(help="largest budget to consider: 8GiB")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page with the heat map to this file")] = None,
+    exact_requests: Annotated[
+        int, typer.Option(help="longer traces are sampled, and only the few settings that matter simulated", min=0)
+    ] = 2_000_000,
+    l1_share: L1Option = None,
+    half_life: HalfLifeOption = None,
+    slots: SlotsOption = None,
+    ttft: TtftOption = None,
+    tpot: TpotOption = None,
+    independent: IndependentOption = False,
+    prices: PricesOption = None,
+    limit: LimitOption = None,
+    format: FormatOption = None,
+    column: ColumnOption = None,
+    skip_bad_lines: SkipOption = False,
+    seed: SeedOption = 0,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which cache size and TTL a trace asks for, what they would save, and how sure that is."""
+    from tuner.trace_commands import CacheOptions, TraceOptions, show_advice
+
+    show_advice(
+        TraceOptions(trace, limit, format, column or (), skip_bad_lines),
+        CacheOptions(l1_share, half_life, slots, ttft, tpot, independent, prices),
+        _settings(config),
+        current_cache_size=current_cache_size,
+        current_ttl=current_ttl,
+        current_warmup_ratio=current_warmup_ratio,
+        max_cache_size=max_cache_size,
+        exact_requests=exact_requests,
+        seed=seed,
+        html=html,
+        command=_command(),
+        as_json=as_json,
+        out=out,
+        err=err,
+    )
+
+
 @experiment_app.command("start")
 def experiment_start(
     name: Annotated[str, typer.Argument(help="a name that the ledger does not have yet")],
@@ -301,18 +424,20 @@ def main() -> None:
 def _exit_code(error: Exception) -> int | None:
     """Return 2 for faults of usage and settings, 1 for faults of the world, None for faults of ours."""
     from agents.artifact import ArtifactError
+    from envs.price_book import PriceBookError
     from envs.sources import SourceUnavailable
     from envs.workloads.errors import TraceError
     from experiments.access import AccessLogError
     from experiments.design import DesignError
     from experiments.ledger import LedgerError
     from experiments.replay import ReplayError
+    from experiments.units import InputError
     from serving.config_store import ConfigStoreUnavailable
     from serving.redis_server import RedisServerError
     from tuner.config import SettingsError
     from tuner.errors import CommandError
 
-    if isinstance(error, (SettingsError, DesignError)):
+    if isinstance(error, (SettingsError, DesignError, InputError, PriceBookError)):
         return 2
     known = (
         ArtifactError, TraceError, AccessLogError, LedgerError, ReplayError, SourceUnavailable, ConfigStoreUnavailable,
