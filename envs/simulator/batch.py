@@ -45,7 +45,8 @@ class BatchWindow:
 def _step(  # type: ignore[no-untyped-def]
     states, columns, starts, misses, begin: Floats, until: Floats, measured: Floats
 ) -> None:
-    for lane in prange(len(begin)):
+    for index in prange(len(begin)):
+        lane = np.int64(index)  # lists want signed numbers
         k.run(states[lane], columns[lane], starts[lane], misses[lane], begin[lane], until[lane])
         k.measure(states[lane], misses[lane], until[lane] - begin[lane], measured[lane])
 

@@ -410,11 +410,15 @@ def count_hot(state: State, columns: Columns) -> None:
     input_tokens, output_tokens = columns.input_tokens, columns.output_tokens
     most, half_life = 2 * int(state.params[HOT_CAPACITY]), state.params[HOT_HALF_LIFE]
     changed, gone = np.empty(most + 1, np.int32), np.zeros(most + 1, np.bool_)
+    semantic = state.params[MATCH] > 0.0
     found = added = 0
     for row in range(ints[HOT_ROW], ints[POSITION]):
         key, now = keys[row], times[row]
         asked[key, ASKED_SIZE], asked[key, ASKED_INPUT] = sizes[row], input_tokens[row]
         asked[key, ASKED_OUTPUT] = output_tokens[row]
+        if semantic and state.records[key].held == 0:
+            # Its refresh must find the group, though the key may never have been stored.
+            state.kin[key, GROUP] = columns.group[row]
         if math.isnan(floats[LANDMARK]):
             floats[LANDMARK] = now
         age = (now - floats[LANDMARK]) / half_life

@@ -11,7 +11,7 @@ import numpy as np
 from envs.simulator import SimConfig
 from envs.workloads import Trace
 from serving.hotset import HotSet
-from serving.keys import ttl_jitter
+from serving.keys import mix64, ttl_jitter
 from serving.knobs import Knobs
 from serving.warmup import TokenBucket
 
@@ -28,6 +28,8 @@ class ReferenceWindow:
     latency: list[float] = field(default_factory=list)
     memory_hits: int = 0
     store_hits: int = 0
+    vector_hits: int = 0
+    hit_bytes: int = 0
     misses: int = 0
     evictions: int = 0
     expirations: int = 0
@@ -52,6 +54,12 @@ class ReferenceSimulator:
         self.refresh_ends: list[float] = []
         self.calls: list[Call] = []
         self.ticks = 0
+        self.groups: dict[int, int] = {}  # group of each key
+        self.newest: list[int] = []  # stored keys, the one written last at the end
+        self.updated: dict[int, float] = {}
+        self.updates = list(zip(trace.update_time.tolist(), trace.update_document.tolist(), strict=True))
+        self.flushes = trace.flush_time.tolist()
+        self.broken = False
         self.window = ReferenceWindow()
         self.apply(knobs)
 
@@ -60,6 +68,7 @@ class ReferenceSimulator:
         self.trim()
 
     def flush(self) -> None:
+        self.newest.clear()
         self.store.clear()
         self.memory.clear()
 
@@ -67,14 +76,17 @@ class ReferenceSimulator:
         while sum(size for size, _ in self.store.values()) > self.knobs.cache_size:
             key, _ = self.store.popitem(last=False)
             self.memory.pop(key, None)
+            self.newest.remove(key)
             self.window.evictions += 1
         while sum(self.memory.values()) > int(self.knobs.cache_size * self.config.l1_share):
             self.memory.popitem(last=False)
 
     def put(self, key: int, size: int, now: float) -> None:
-        self.store.pop(key, None)
+        if self.store.pop(key, None) is not None:
+            self.newest.remove(key)
         if size <= self.knobs.cache_size:
             self.store[key] = (size, now)
+            self.newest.append(key)
         self.promote(key, size)
 
     def promote(self, key: int, size: int) -> None:
@@ -116,38 +128,83 @@ class ReferenceSimulator:
             self.refresh_ends.append(now + self.call(now, answered))
             self.put(key, int(self.trace.size[row]), now)
 
+    def relative(self, key: int, row: int, now: float) -> int | None:
+        """The entry of the same meaning that was written last and is live, if this request is one that such an entry answers."""
+        group = int(self.trace.group[row])
+        drawn = mix64(key ^ int(now * 1e6)) / 2.0**64
+        if group < 0 or not self.config.semantic or drawn >= self.trace.match_probability:
+            return None
+        return next((k for k in reversed(self.newest) if k != key and self.groups[k] == group and self.live(k, now)), None)
+
+    def serve(self, key: int, row: int, now: float) -> bool:
+        """Use an entry; whether it was resident in the memory tier."""
+        size, written = self.store[key]
+        self.store.move_to_end(key)
+        resident = key in self.memory
+        if resident:
+            self.memory.move_to_end(key)
+        else:
+            self.promote(key, size)
+        changed = self.updated.get(int(self.trace.document[row]), -math.inf)
+        self.window.stale += 1.0 if written < changed else 1.0 - 0.5 ** ((now - written) / self.config.staleness_half_life)
+        self.window.hit_bytes += size
+        return resident
+
     def request(self, row: int) -> None:
         key, now, window = int(self.trace.key[row]), float(self.trace.time[row]), self.window
         self.last_row[key] = row
+        self.groups[key] = int(self.trace.group[row])
         self.hot.access(key, now)
-        if self.live(key, now):
-            size, written = self.store[key]
-            self.store.move_to_end(key)
-            if key in self.memory:
-                self.memory.move_to_end(key)
-                window.memory_hits += 1
-                window.latency.append(self.config.memory_latency)
-            else:
-                self.promote(key, size)
-                window.store_hits += 1
-                window.latency.append(self.config.store_latency)
-            window.stale += 1.0 - 0.5 ** ((now - written) / self.config.staleness_half_life)
-            return
+        broken = self.config.prefix and self.trace.chain[row] > 0 and self.broken
+        self.broken = False
+        if not broken:
+            if self.live(key, now):
+                if self.serve(key, row, now):
+                    window.memory_hits += 1
+                    window.latency.append(self.config.memory_latency)
+                else:
+                    window.store_hits += 1
+                    window.latency.append(self.config.store_latency)
+                return
+            window.expirations += key in self.store
+            other = self.relative(key, row, now)
+            if other is not None:
+                self.serve(other, row, now)
+                window.vector_hits += 1
+                window.latency.append(self.config.semantic_latency)
+                return
+        self.broken = True
         asked, answered = int(self.trace.input_tokens[row]), int(self.trace.output_tokens[row])
-        window.expirations += key in self.store
         window.misses += 1
         window.miss_tokens = (window.miss_tokens[0] + asked, window.miss_tokens[1] + answered)
         window.latency.append(self.call(now, answered))
         self.put(key, int(self.trace.size[row]), now)
 
+    def events(self, due: float, until: float) -> None:
+        """Flushes, then updates, then warm-up rounds, in order of time, up to the next request."""
+        while True:
+            tick = (self.ticks + 1) * self.config.warmup.period
+            flush = self.flushes[0] if self.flushes else math.inf
+            update = self.updates[0][0] if self.updates else math.inf
+            first = min(flush, update, tick)
+            if first > due or first >= until:
+                return
+            if flush == first:
+                self.flushes.pop(0)
+                self.flush()
+            elif update == first:
+                moment, document = self.updates.pop(0)
+                self.updated[document] = moment
+            else:
+                self.ticks += 1
+                if self.knobs.warmup_ratio > 0:
+                    self.tick(tick)
+
     def step(self, duration: float) -> ReferenceWindow:
         begin, until = self.now, self.now + duration
         while True:
             due = float(self.trace.time[self.row]) if self.row < len(self.trace) else math.inf
-            while (moment := (self.ticks + 1) * self.config.warmup.period) <= due and moment < until:
-                self.ticks += 1
-                if self.knobs.warmup_ratio > 0:
-                    self.tick(moment)
+            self.events(due, until)
             if due >= until:
                 break
             self.request(self.row)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from envs.signals import ArmSignals
 from envs.simulator import CacheSimulator, SimConfig
+from envs.simulator.batch import SimulatorBatch
 from envs.workloads import Trace, sessions
 from serving.hotset import WarmupRules
 from serving.keys import mix64
@@ -58,24 +62,42 @@ configs = st.builds(
     ),
     refreshes_inflight=st.integers(1, 3),
     ghost_keys=st.just(0),
+    semantic=st.booleans(),
+    prefix=st.booleans(),
+)
+
+
+rows = st.tuples(
+    quarters, st.integers(0, 12), st.sampled_from([40, 60, 100, 260]), st.integers(1, 20), st.integers(-1, 2), st.integers(-1, 2)
 )
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    rows = draw(
-        st.lists(st.tuples(quarters, st.integers(0, 12), st.sampled_from([40, 60, 100, 260]), st.integers(1, 20)), max_size=80)
-    )
-    rows.sort(key=lambda row: row[0])
-    columns = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+    drawn = sorted(draw(st.lists(rows, max_size=80)), key=lambda row: row[0])
+    columns = np.array(drawn, dtype=np.float64).reshape(-1, 6).T
+    # A key has one group and one document: those of its first request.
+    kin = {number: (group, document) for _, number, _, _, group, document in reversed(drawn)}
+    chain = np.zeros(len(drawn), np.int32)
+    if draw(st.booleans()):
+        for row in range(1, len(drawn)):
+            if drawn[row][0] == drawn[row - 1][0]:
+                chain[row] = chain[row - 1] + 1
+    updates = sorted(draw(st.lists(st.tuples(quarters, st.integers(0, 2)), max_size=4)))
     return Trace(
         "drawn",
         columns[0],
         np.array([mix64(int(number)) for number in columns[1]], np.uint64),
         columns[2].astype(np.int64),
-        np.full(len(rows), -1, np.int64),
+        np.array([kin[number][0] for _, number, *_ in drawn], np.int64),
         columns[3].astype(np.int32) * 3,
         columns[3].astype(np.int32),
+        document=np.array([kin[number][1] for _, number, *_ in drawn], np.int64),
+        chain=chain,
+        update_time=np.array([moment for moment, _ in updates], np.float64),
+        update_document=np.array([document for _, document in updates], np.int64),
+        flush_time=np.array(sorted(draw(st.lists(quarters, max_size=2))), np.float64),
+        match_probability=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
     )
 
 
@@ -104,6 +126,9 @@ def test_kernel_agrees_with_reference(trace: Trace, config: SimConfig, knobs: Kn
         assert window.done == (reference.row == len(trace))
         ratios = signals.hit_ratio_by_tier
         counted = {"memory": expected.memory_hits, "redis": expected.store_hits}
+        if config.semantic and trace.match_probability > 0:
+            counted["vector"] = expected.vector_hits
+        assert set(ratios) == set(counted)
         for tier, hits in counted.items():
             assert ratios[tier] * requests == pytest.approx(hits) if requests else np.isnan(ratios[tier])
         assert (signals.evictions, signals.expirations) == (expected.evictions, expected.expirations)
@@ -136,3 +161,78 @@ def test_a_hot_set_that_changes_much_between_rounds() -> None:
         assert (signals.refresh_input_tokens, signals.refresh_output_tokens) == expected.refresh_tokens
         refreshed += expected.refreshes
     assert refreshed > 50
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(traces(), configs, all_knobs, steps, st.integers(1, 40))
+def test_a_trace_in_chunks_is_the_same_as_in_one(
+    trace: Trace, config: SimConfig, knobs: Knobs, schedule: list[Step], chunk: int
+) -> None:
+    pieces = list(chunks(trace, chunk))
+    whole, piecewise = CacheSimulator(trace, config, knobs), CacheSimulator(pieces.pop(0), config, knobs)
+    for step in schedule:
+        for simulator in (whole, piecewise):
+            if step.knobs is not None:
+                simulator.apply(step.knobs)
+            if step.flush:
+                simulator.flush()
+        while pieces and last_time(piecewise) < piecewise.now + step.duration:
+            piecewise.extend(pieces.pop(0))
+        expected, window = whole.step(step.duration), piecewise.step(step.duration)
+        assert_same(window.signals, expected.signals)
+        assert (window.refreshes, piecewise.resident) == (expected.refreshes, whole.resident)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(traces(), configs, all_knobs), min_size=1, max_size=4),
+    st.lists(quarters.filter(bool), min_size=1, max_size=5),
+)
+def test_lanes_of_a_batch_are_the_same_as_one_by_one(lanes: list[tuple[Trace, SimConfig, Knobs]], durations: list[float]) -> None:
+    single = [CacheSimulator(trace, config, knobs) for trace, config, knobs in lanes]
+    batch = SimulatorBatch([simulator.clone() for simulator in single])
+    for duration in durations:
+        got = batch.step(np.full(len(lanes), duration))
+        for lane, simulator in enumerate(single):
+            expected = simulator.step(duration)
+            for name in ("requests", "hit_ratio", "p50", "p99", "latency_sum", "resident_bytes", "stale_hits", "input_tokens"):
+                assert got.columns[name][lane] == pytest.approx(getattr(expected.signals, name), nan_ok=True, rel=1e-12)
+            assert bool(got.done[lane]) == expected.done
+            assert got.columns["refreshes"][lane] == expected.refreshes
+            assert batch[lane].resident == simulator.resident
+
+
+def chunks(trace: Trace, size: int) -> list[Trace]:
+    """Pieces of a trace on its own clock; each has the events up to its last request, the last one those that are left."""
+    edges = [*range(0, len(trace), size), len(trace)] if len(trace) else [0, 0]
+    pieces, since = [], -math.inf
+    for low, high in itertools.pairwise(edges):
+        last = high == len(trace)
+        until = math.inf if last else float(trace.time[high - 1])
+        update = (trace.update_time > since) & (trace.update_time <= until)
+        flush = (trace.flush_time > since) & (trace.flush_time <= until)
+        piece = trace.take(np.arange(low, high))
+        pieces.append(
+            replace(
+                piece,
+                update_time=trace.update_time[update],
+                update_document=trace.update_document[update],
+                flush_time=trace.flush_time[flush],
+            )
+        )
+        since = until
+    return pieces
+
+
+def last_time(simulator: CacheSimulator) -> float:
+    times = simulator.columns.time
+    return float(times[-1]) if len(times) else -math.inf
+
+
+def assert_same(got: ArmSignals, expected: ArmSignals) -> None:
+    for field in fields(ArmSignals):
+        one, other = getattr(got, field.name), getattr(expected, field.name)
+        if isinstance(one, float):
+            assert one == pytest.approx(other, nan_ok=True, rel=1e-9, abs=1e-12), field.name
+        elif field.name == "hit_ratio_by_tier":
+            assert one == pytest.approx(other, nan_ok=True)
