@@ -45,9 +45,9 @@ def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) ->
 
         return [http.run(seconds)]
     if name == "sim":
-        from experiments.bench import sim
+        from experiments.bench import environment, sim
 
-        return [sim.run(mooncake=traces / FIDELITY_TRACE, say=say)]
+        return [sim.run(mooncake=traces / FIDELITY_TRACE, say=say), environment.run()]
     if name == "ghost":
         from experiments.bench import ghost
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 
-from experiments.bench import sim
+import pytest
+
+from experiments.bench import environment, sim
 
 
 def test_every_contestant_runs_the_same_requests_under_the_same_budget() -> None:
@@ -28,3 +30,15 @@ def test_the_ratio_is_that_of_the_whole_simulator_over_the_faster_libcachesim() 
     if peers:
         assert result.ratio is not None
         assert abs(result.ratio - speed[sim.GOAL_ROW] / max(peers)) < 1e-9
+
+
+def test_the_parts_of_an_environments_step_are_the_whole_of_it() -> None:
+    before = {name: getattr(owner, name) for owner, name in environment.PARTS.values()}
+    result = environment.run(lanes=2, requests_per_step=50, steps=environment.EPISODE + 2, rounds=1)
+    vector, single, *parts = result.rows
+    assert vector["steps_per_second"] > 0
+    assert single["steps_per_second"] > 0
+    assert sum(row["us_per_step"] for row in parts) == pytest.approx(vector["us_per_step"])
+    assert all(row["us_per_step"] > 0 for row in parts)
+    assert {row["what"].removeprefix("of a step: ") for row in parts} == {*environment.PARTS, environment.REST}
+    assert before == {name: getattr(owner, name) for owner, name in environment.PARTS.values()}
