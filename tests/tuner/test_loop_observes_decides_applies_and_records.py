@@ -147,7 +147,8 @@ async def test_a_turn_writes_a_version_confirms_it_and_records_signals_verdict_a
     assert records["treatment"].verdict == "apply"
     assert records["treatment"].applied == WANTED
     assert records["treatment"].signals["hit_ratio"] == pytest.approx(0.6)
-    assert records["treatment"].cost["tokens"] == pytest.approx(0.4 * (100 * 0.5 + 300 * 1.5) * 1e-6 * 1000, rel=1e-6)
+    tokens = 100 * Prices().input_mtok + 300 * Prices().output_mtok
+    assert records["treatment"].cost["tokens"] == pytest.approx(0.4 * tokens * 1e-6 * 1000, rel=1e-6)
     assert records["control"].verdict == "observe"
     json.dumps(records["treatment"].signals, allow_nan=False)
 
