@@ -29,7 +29,7 @@ from envs.workloads.info_parts import (
 from envs.workloads.readers import TraceStream
 from envs.workloads.trace import Trace
 
-EXACT_REQUESTS = 5_000_000
+EXACT_REQUESTS = 20_000_000
 """Requests whose reuse distances are measured exactly; then only one key in eight is followed, and again after as many."""
 
 MOST_WINDOWS = 512
@@ -252,7 +252,7 @@ class _Collected:
             numbers, chunk.time, size, chunk.chain, keys.counts, keys.last, keys.held, self._ages, self._totals, self._hit
         )
         self._distances.add(numbers, size)
-        self._windows.add(numbers, chunk.time)
+        self._windows.add(numbers, size, chunk.time)
         arrivals = chunk.time[chunk.chain == 0]
         self._gaps.add(arrivals)
         for bins in self._bursts:
@@ -285,6 +285,7 @@ class _Collected:
         opened = source if isinstance(source, TraceStream) else None
         note = opened.note if opened is not None else source.note if isinstance(source, Trace) else ""
         total_bytes = self._sums["bytes"]
+        reuse_keys, reuse_bytes = self._distances.result(hits, total_bytes // self.requests)
         return TraceInfo(
             name=self._about[0],
             kind=self._about[1],
@@ -312,8 +313,8 @@ class _Collected:
             working_set_keys=quantiles([item.keys for item in whole]),
             working_set_bytes=quantiles([item.bytes for item in whole]),
             one_hit_share=float(np.mean(counts == 1)),
-            reuse_keys=of_histogram(self._distances.keys),
-            reuse_bytes=of_histogram(self._distances.space),
+            reuse_keys=reuse_keys,
+            reuse_bytes=reuse_bytes,
             reuse_age=of_histogram(self._ages, 1e-6),
             reuse_sample=2.0**-self._distances.shift,
             scales=tuple(bins.result() for bins in self._bursts),

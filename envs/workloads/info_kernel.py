@@ -137,14 +137,16 @@ def recall(
 
 
 @compiled
-def tally(numbers: Ints, first: int, now: Ints, half: Ints, members: Ints, count: int) -> int:
+def tally(numbers: Ints, size: Ints, first: int, now: Ints, half: Ints, sizes: Ints, members: Ints, count: int) -> int:
     """Count a part of a window's requests by key, a half of them at random in ``half`` too. Return the window's keys so far.
 
     Args:
         numbers: Number of each request's key, (N,).
+        size: Its bytes, (N,).
         first: Place of the first request within the trace, which makes the random half the same each time.
         now: Requests of each key in the window, added to.
         half: Of the half; added to.
+        sizes: Bytes of each key's entry as last asked for in the window.
         members: Keys of the window, the first ``count``.
         count: How many.
     """
@@ -154,6 +156,7 @@ def tally(numbers: Ints, first: int, now: Ints, half: Ints, members: Ints, count
             members[count] = key
             count += 1
         now[key] += 1
+        sizes[key] = size[row]
         half[key] += np.int64(_mix(np.uint64(first + row)) & np.uint64(1))
     return count
 
@@ -169,7 +172,7 @@ def close_window(
     members_before: Ints,
     count_before: int,
     since: Ints,
-    held: Ints,
+    sizes: Ints,
     result: Floats,
 ) -> None:
     """Sum a window up, and make it the window before the next.
@@ -184,7 +187,7 @@ def close_window(
         members_before: Keys of that window, the first ``count_before``; becomes this window's.
         count_before: How many.
         since: Requests before the window at each key's first appearance was counted: -1 for keys new in this window; set to 0.
-        held: Bytes of each key's entry.
+        sizes: Bytes of each key's entry.
         result: Is filled: bytes of the working set, entropy (bits), divergence from the window before (NaN for the first),
             divergence between the random half of both windows together and the rest, requests of keys that are new in it.
     """
@@ -201,7 +204,7 @@ def close_window(
     for place in range(count):
         key = members[place]
         share = now[key] / total
-        space += held[key]
+        space += sizes[key]
         entropy -= share * np.log2(share)
         if since[key] < 0:
             new += now[key]

@@ -76,7 +76,7 @@ class Scale:
 
 
 _ZERO_AT_FIRST = (
-    *("names", "counts", "last", "held", "weights"),
+    *("names", "counts", "last", "held", "weights", "sizes"),
     *("now", "half", "before", "half_before", "members", "members_before"),
 )
 
@@ -92,6 +92,7 @@ class KeyTable:
         self.held: Ints = np.zeros(0, np.int64)
         self.now: Ints = np.zeros(0, np.int64)
         self.half: Ints = np.zeros(0, np.int64)
+        self.sizes: Ints = np.zeros(0, np.int64)
         self.before: Ints = np.zeros(0, np.int64)
         self.half_before: Ints = np.zeros(0, np.int64)
         self.members: Ints = np.zeros(0, np.int64)
@@ -130,7 +131,7 @@ class Windows:
         self._requests = self._count = self._count_before = self._seen = 0
         self._done: list[tuple[float, ...]] = []
 
-    def add(self, numbers: Ints, time: Floats) -> None:
+    def add(self, numbers: Ints, size: Ints, time: Floats) -> None:
         """Take the next requests."""
         keys = self._keys
         number = np.floor(time / self.width).astype(np.int64)
@@ -139,7 +140,9 @@ class Windows:
             if number[start] != self._number:
                 self._close()
                 self._number = int(number[start])
-            self._count = kernel.tally(numbers[start:stop], self._seen, keys.now, keys.half, keys.members, self._count)
+            self._count = kernel.tally(
+                numbers[start:stop], size[start:stop], self._seen, keys.now, keys.half, keys.sizes, keys.members, self._count
+            )
             self._requests += stop - start
             self._seen += stop - start
 
@@ -157,7 +160,7 @@ class Windows:
             keys.members_before,
             self._count_before,
             keys.since,
-            keys.held,
+            keys.sizes,
             result,
         )
         self._done.append((self._number * self.width, self._requests, self._count, *result.tolist()))
@@ -220,6 +223,21 @@ class Distances:
             self.shift += _SAMPLE_SHIFT
             self._state[3] = 0
             self._compact()
+
+    def result(self, reuses: int, mean_size: int) -> tuple[Quantiles, Quantiles]:
+        """Return the distances in keys and in bytes.
+
+        Args:
+            reuses: All requests for known keys. What a sample stands for is off by the hottest keys, which are all in it or
+                all out; the difference goes to the shortest distances (SHARDS-adj, Waldspurger et al., FAST'15).
+            mean_size: Bytes of a request's entry on average.
+        """
+        keys, space = self.keys.copy(), self.space.copy()
+        if self.shift:
+            keys[0] = max(0, keys[0] + reuses - int(keys.sum()))
+            nearest = int(kernel.bin_of(mean_size))
+            space[nearest] = max(0, space[nearest] + reuses - int(space.sum()))
+        return of_histogram(keys), of_histogram(space)
 
     def _compact(self) -> None:
         # Half of the positions are free afterwards, so that it is done once in as many requests as there are keys.

@@ -105,7 +105,7 @@ def test_entry_bytes_are_those_of_the_stored_answer(tokens: int, vector: bool) -
     ("name", "text", "line", "says"),
     [
         ("empty.csv", "", 1, "the file is empty"),
-        ("unknown.csv", "a,b\n1,2\n", 1, "mooncake_conversation"),
+        ("unknown.csv", "a,b\n1,2\n", 1, "oracle_general"),
         ("apache.csv", APACHE.replace("2,GET,/b", "x,GET,/b"), 4, "t_s"),
         ("apache.csv", APACHE.replace(",4000", ",-1"), 4, "bytes"),
         ("apache.csv", APACHE.replace("/b,200,4000", "/b"), 4, "5 fields"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -166,5 +165,4 @@ def looks_like(row: dict[str, Any]) -> str:
     """Return ``mooncake`` or ``bailian`` for a line of theirs, else ``""``."""
     if "hash_ids" not in row or "timestamp" not in row:
         return ""
-    bailian_like = {"chat_id", "parent_chat_id", "turn"} & row.keys()
-    return "bailian" if bailian_like and math.isfinite(float(row["timestamp"])) else "mooncake"
+    return "bailian" if {"chat_id", "parent_chat_id", "turn"} & row.keys() else "mooncake"

@@ -56,8 +56,7 @@ def looks_like(head: bytes) -> bool:
     records = np.frombuffer(head[: len(head) // RECORD.itemsize * RECORD.itemsize], RECORD)[:4096]
     if not len(records):
         return False
-    time, following = records["time"].astype(np.int64), records["next"]
-    place = np.arange(len(records))
-    known = (following == -1) | (following == _NEVER) | ((following > place) & (following < 2**48))
-    ascending = np.diff(time) >= -60
+    following = records["next"]
+    known = (following == -1) | (following == _NEVER) | ((following > 0) & (following < 2**48))
+    ascending = np.diff(records["time"].astype(np.int64)) >= -60
     return bool(known.all() and ascending.all() and (records["size"] < 2**31).all())

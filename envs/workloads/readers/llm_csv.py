@@ -48,7 +48,7 @@ class Azure:
             prompt = _tokens(frame.numbers["ContextTokens"])
             output = np.maximum(_tokens(frame.numbers["GeneratedTokens"]), 1)
             yield from verdict.sift(self._given, _arrivals(frame.line, time, prompt, output, count))
-            count += int(verdict.good.sum())
+            count += len(frame)
 
     year: int | None = None
 
@@ -117,14 +117,16 @@ def moments(texts: Column) -> npt.NDArray[np.float64]:
     The fraction of a second may have any number of digits.
     """
     count = len(texts)
-    written = texts.astype(str) if count else np.empty(0, "U1")
+    if not count:
+        return np.empty(0)
+    written = texts.astype(str)
     width = max(written.dtype.itemsize // 4, 20)
     marks = np.ascontiguousarray(written.astype(f"U{width}")).view(np.uint32).reshape(count, width)
     whole = np.ascontiguousarray(marks[:, :19]).view("U19").ravel()
     rest = np.ascontiguousarray(marks[:, 19:]).view(f"U{width - 19}").ravel()
     rest = np.char.replace(np.char.replace(rest, "+00:00", ""), "Z", "")
     try:
-        if np.any(np.char.str_len(whole) != 19) or not np.all((rest == "") | np.char.startswith(rest, ".")):
+        if np.any(np.char.str_len(whole) != 19) or not np.all((rest == "") | (np.char.startswith(rest, ".") & (rest != "."))):
             raise ValueError
         seconds = whole.astype("datetime64[s]").astype(np.int64).astype(np.float64)
         digits = np.char.add("0", np.where(rest == "", ".0", rest))

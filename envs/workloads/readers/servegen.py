@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.workloads.entry import entry_bytes
-from envs.workloads.generators import zipf_ranks
 from envs.workloads.readers.batch import LATEST, Batch, Input, Verdict, make_batch
 from envs.workloads.readers.tables import CsvTable
 from serving.keys import mix64_array
@@ -32,6 +31,7 @@ class ServeGen:
 
     def __init__(self, given: Input) -> None:
         self._given = given
+        self._popularity = np.cumsum(np.arange(1, KEYS_PER_CLIENT + 1, dtype=np.float64) ** -ALPHA)
         self.tenants: list[str] = []
         self.note = (
             "Semi-synthetic: arrival rates and burstiness by client of a production service (ServeGen, 600 s slots), rates times "
@@ -89,7 +89,7 @@ class ServeGen:
         time = np.concatenate(times)
         order = np.argsort(time, kind="stable")
         client = np.concatenate(tenants)[order]
-        rank = zipf_ranks(random, KEYS_PER_CLIENT, ALPHA, len(time))
+        rank = np.searchsorted(self._popularity, random.random(len(time)) * self._popularity[-1], side="right")
         name = (client.astype(np.uint64) << np.uint64(32)) + rank.astype(np.uint64)
         key = mix64_array(name ^ (np.uint64(self._given.seed & 0xFFFFFFFF) << np.uint64(40)))
         uniform = mix64_array(key) / 2.0**64

@@ -92,7 +92,7 @@ class TraceStream:
     @property
     def bytes_read(self) -> int:
         """Bytes of the file as it lies on the disk that were read so far."""
-        return self._given.source.bytes_read
+        return self.total_bytes if self._whole is not None else self._given.source.bytes_read
 
     @property
     def skipped(self) -> int:
