@@ -27,7 +27,6 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int32]
 Names = npt.NDArray[np.uint64]
-Flags = npt.NDArray[np.bool_]
 Records = Any
 """Arrays of :data:`RECORD`; numba reads their fields as attributes, which numpy's types do not know."""
 
@@ -92,6 +91,10 @@ class State(NamedTuple):
         weight_of: Forward-decayed frequency by key, 0 for keys not in the hot set, (K + 1,).
         hot: Keys of the hot set by (weight descending, name ascending), (2 * capacity + 1,).
         weight: Weight of each of them, (2 * capacity + 1,).
+        changed: Room for the keys whose weight has changed, likewise.
+        gone: Room for the places in ``hot`` that they had, likewise.
+        spare: Room for a copy of ``hot``.
+        spare_weight: Room for a copy of ``weight``.
         busy: When each slot of the upstream becomes free, (slots,).
         refreshing: When each refresh under way ends, (refreshes_inflight,).
         ints: Whole numbers, (N_INTS,).
@@ -109,6 +112,10 @@ class State(NamedTuple):
     weight_of: Floats
     hot: Places
     weight: Floats
+    changed: Places
+    gone: Places
+    spare: Places
+    spare_weight: Floats
     busy: Floats
     refreshing: Floats
     ints: Ints
@@ -354,48 +361,63 @@ def _sort_changed(changed: Places, count: int, weight_of: Floats, names: Names) 
 
 
 @njit(cache=True)
-def _merge_changed(
-    hot: Places, weight: Floats, gone: Flags, changed: Places, count: int, weight_of: Floats, names: Names, old: int
-) -> int:
-    """Merge ``count`` changed keys into the ``old`` sorted ones, less those marked as gone; return how many there are then."""
-    _sort_changed(changed, count, weight_of, names)
-    first = _rank(hot, weight, names, old, weight_of[changed[0]], names[changed[0]])
-    rest, rest_weight = hot[first:old].copy(), weight[first:old].copy()
-    into, fresh = first, 0
-    for place in range(len(rest)):
-        if gone[first + place]:
-            gone[first + place] = False
-            continue
-        key, heavy = rest[place], rest_weight[place]
-        while fresh < count and (
-            weight_of[changed[fresh]] > heavy or (weight_of[changed[fresh]] == heavy and names[changed[fresh]] < names[key])
-        ):
-            hot[into], weight[into] = changed[fresh], weight_of[changed[fresh]]
-            into += 1
-            fresh += 1
-        hot[into], weight[into] = key, heavy
-        into += 1
-    for place in range(fresh, count):
-        hot[into], weight[into] = changed[place], weight_of[changed[place]]
-        into += 1
-    return into
+def _copy(keys: Places, weights: Floats, first: int, last: int, hot: Places, weight: Floats, into: int) -> int:
+    """Copy a stretch of keys and weights; return where the next one goes. Two plain loops: each becomes one move of memory."""
+    for place in range(first, last):
+        hot[into + place - first] = keys[place]
+    for place in range(first, last):
+        weight[into + place - first] = weights[place]
+    return into + max(last - first, 0)
 
 
 @njit(cache=True)
-def _settle(state: State, changed: Places, count: int, gone: Flags) -> None:
+def _merge_changed(state: State, count: int, lost: int) -> int:
+    """Merge ``count`` changed keys into the sorted ones, in place of the ``lost`` ones that they were; return how many there are."""
+    hot, weight, weight_of, names, changed, gone = (
+        state.hot, state.weight, state.weight_of, state.names, state.changed, state.gone
+    )  # fmt: skip
+    old = state.ints[HOT_KEYS]
+    _sort_changed(changed, count, weight_of, names)
+    gone[:lost].sort()
+    rank = np.empty(count, np.int64)
+    for place in range(count):
+        rank[place] = _rank(hot, weight, names, old, weight_of[changed[place]], names[changed[place]])
+    # Weights only grow: nothing before the first new place changes.
+    first = rank[0]
+    keys, weights = state.spare, state.spare_weight
+    _copy(hot, weight, first, old, keys, weights, first)
+    into, cursor, hole = first, first, 0
+    for place in range(count):
+        while hole < lost and gone[hole] < rank[place]:
+            into = _copy(keys, weights, cursor, gone[hole], hot, weight, into)
+            cursor = gone[hole] + 1
+            hole += 1
+        into = _copy(keys, weights, cursor, rank[place], hot, weight, into)
+        cursor = max(cursor, rank[place])
+        hot[into], weight[into] = changed[place], weight_of[changed[place]]
+        into += 1
+    while hole < lost:
+        into = _copy(keys, weights, cursor, gone[hole], hot, weight, into)
+        cursor = gone[hole] + 1
+        hole += 1
+    return _copy(keys, weights, cursor, old, hot, weight, into)
+
+
+@njit(cache=True)
+def _settle(state: State, count: int, lost: int) -> None:
     """Merge what has changed into the hot set, and prune it to its capacity if it has outgrown twice that."""
     if count == 0:
         return
-    hot, weight_of, ints = state.hot, state.weight_of, state.ints
+    hot, weight_of, asked, changed = state.hot, state.weight_of, state.asked, state.changed
     capacity = int(state.params[HOT_CAPACITY])
-    total = _merge_changed(hot, state.weight, gone, changed, count, weight_of, state.names, ints[HOT_KEYS])
+    total = _merge_changed(state, count, lost)
     for place in range(count):
-        state.asked[changed[place], CHANGED] = 0
+        asked[changed[place], CHANGED] = 0
     if total > 2 * capacity:
         for place in range(capacity, total):
             weight_of[hot[place]] = 0.0
         total = capacity
-    ints[HOT_KEYS] = total
+    state.ints[HOT_KEYS] = total
 
 
 @njit(cache=True)
@@ -404,27 +426,26 @@ def count_hot(state: State, columns: Columns) -> None:
 
     The set is kept sorted: the keys whose weight has changed are sorted by themselves and merged into the others.
     """
-    ints, floats, names, asked = state.ints, state.floats, state.names, state.asked
-    hot, weight, weight_of = state.hot, state.weight, state.weight_of
+    ints, floats, names, asked, records = state.ints, state.floats, state.names, state.asked, state.records
+    hot, weight, weight_of, changed, gone = state.hot, state.weight, state.weight_of, state.changed, state.gone
     times, keys, sizes = columns.time, columns.key, columns.size
     input_tokens, output_tokens = columns.input_tokens, columns.output_tokens
     most, half_life = 2 * int(state.params[HOT_CAPACITY]), state.params[HOT_HALF_LIFE]
-    changed, gone = np.empty(most + 1, np.int32), np.zeros(most + 1, np.bool_)
     semantic = state.params[MATCH] > 0.0
-    found = added = 0
+    found = lost = 0
     for row in range(ints[HOT_ROW], ints[POSITION]):
         key, now = keys[row], times[row]
         asked[key, ASKED_SIZE], asked[key, ASKED_INPUT] = sizes[row], input_tokens[row]
         asked[key, ASKED_OUTPUT] = output_tokens[row]
-        if semantic and state.records[key].held == 0:
+        if semantic and records[key].held == 0:
             # Its refresh must find the group, though the key may never have been stored.
             state.kin[key, GROUP] = columns.group[row]
         if math.isnan(floats[LANDMARK]):
             floats[LANDMARK] = now
         age = (now - floats[LANDMARK]) / half_life
         if age > _REBASE_HALF_LIVES:
-            _settle(state, changed, found, gone)
-            found = added = 0
+            _settle(state, found, lost)
+            found = lost = 0
             _rebase(state, now)
             age = (now - floats[LANDMARK]) / half_life
         light = weight_of[key]
@@ -432,15 +453,14 @@ def count_hot(state: State, columns: Columns) -> None:
         if asked[key, CHANGED] == 0:
             asked[key, CHANGED] = 1
             if light > 0.0:
-                gone[_rank(hot, weight, names, ints[HOT_KEYS], light, names[key])] = True
-            else:
-                added += 1
+                gone[lost] = _rank(hot, weight, names, ints[HOT_KEYS], light, names[key])
+                lost += 1
             changed[found] = key
             found += 1
-            if found > most or ints[HOT_KEYS] + added > most:
-                _settle(state, changed, found, gone)
-                found = added = 0
-    _settle(state, changed, found, gone)
+            if found > most or ints[HOT_KEYS] + found - lost > most:
+                _settle(state, found, lost)
+                found = lost = 0
+    _settle(state, found, lost)
     ints[HOT_ROW] = ints[POSITION]
 
 

@@ -366,6 +366,7 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
     params[k.REFRESH_AHEAD] = warmup.refresh_ahead
     params[k.REFRESH_RATE], params[k.BURST] = warmup.refreshes_per_second, max(1.0, warmup.burst)
     params[k.MATCH] = trace.match_probability if config.semantic else 0.0
+    places = 2 * warmup.capacity + 1
     state = k.State(
         records=np.zeros(1, k.RECORD),
         names=np.zeros(1, np.uint64),
@@ -375,8 +376,12 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
         updated=np.full(1, -math.inf),
         asked=np.zeros((1, 4), np.int32),
         weight_of=np.zeros(1),
-        hot=np.zeros(2 * warmup.capacity + 1, np.int32),
-        weight=np.zeros(2 * warmup.capacity + 1),
+        hot=np.zeros(places, np.int32),
+        weight=np.zeros(places),
+        changed=np.zeros(places, np.int32),
+        gone=np.zeros(places, np.int32),
+        spare=np.zeros(places, np.int32),
+        spare_weight=np.zeros(places),
         busy=np.full(config.upstream.slots, now),
         refreshing=np.full(config.refreshes_inflight, now),
         ints=ints,
