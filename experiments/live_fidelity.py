@@ -163,7 +163,8 @@ def _settings(redis_url: str, base_url: str, folder: Path, knobs: Knobs, replica
             "arms": {ARM: {"share": 1.0, "knobs": {**knobs.to_dict(), "ttl": knobs.ttl}}},
             "upstream": {"base_url": base_url},
             "ghost": {"enabled": False},
-            "warmup": {"period": 0.1, "min_score": 1.5, "refreshes_per_second": 100.0, "burst": 400, "max_inflight": 64},
+            # The token bucket sets the pace, which is the same for both, and not how quickly this machine refreshes.
+            "warmup": {"period": 0.1, "refreshes_per_second": 40.0, "burst": 8, "max_inflight": 32},
             "replicas": replicas,
             "port": 0,
             "metrics_port": 0,

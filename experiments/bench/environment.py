@@ -80,9 +80,9 @@ def run(
     ]
     note = (
         f"Steps of {requests_per_step:,} requests (Zipf 0.9), each through our cache and the reference's, one ghost for both; "
-        f"one thread, CPU time, best of {rounds} rounds; random actions; episodes of {EPISODE} steps, all but the load drawn anew. "
-        f"Goal {GOAL:,.0f} steps/s: {'met' if 1.0 / together >= GOAL else 'missed'}. The parts are of a run with a clock around "
-        "each, scaled to the step without."
+        f"one thread, CPU time, best of {rounds} rounds; random actions; episodes of {EPISODE} steps, all but the load drawn "
+        f"anew. Goal {GOAL:,.0f} steps/s: {'met' if 1.0 / together >= GOAL else 'missed'}. The parts are of a run with a clock "
+        "around each, scaled to the step without."
     )
     return BenchResult("environment", rows, None, "cachepilot bench sim", note)
 
