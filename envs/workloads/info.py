@@ -308,7 +308,7 @@ class _Collected:
             input_tokens=self._sums["input_tokens"],
             output_tokens=self._sums["output_tokens"],
             window=self._windows.width,
-            window_count=len(windows),
+            window_count=self._windows.count,
             windows=tuple(windows[:: -(-len(windows) // MOST_WINDOWS)]),
             working_set_keys=quantiles([item.keys for item in whole]),
             working_set_bytes=quantiles([item.bytes for item in whole]),

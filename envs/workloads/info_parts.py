@@ -13,6 +13,9 @@ import numpy.typing as npt
 from envs.workloads import info_kernel as kernel
 from envs.workloads.info_kernel import Floats, Ints, Words
 
+KEPT_WINDOWS = 65_536
+"""Of more windows a regular sample is kept, so that memory does not grow with them."""
+
 _SAMPLE_SHIFT = 3
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
@@ -122,10 +125,17 @@ class KeyTable:
 
 
 class Windows:
-    """Windows of equal width; those without requests are passed over."""
+    """Windows of equal width; those without requests are passed over.
+
+    Attributes:
+        width: Seconds.
+        count: Windows with requests so far.
+    """
 
     def __init__(self, width: float, keys: KeyTable) -> None:
         self.width = width
+        self.count = 0
+        self._stride = 1
         self._keys = keys
         self._number = 0
         self._requests = self._count = self._count_before = self._seen = 0
@@ -163,11 +173,16 @@ class Windows:
             keys.sizes,
             result,
         )
-        self._done.append((self._number * self.width, self._requests, self._count, *result.tolist()))
+        if self.count % self._stride == 0:
+            self._done.append((self._number * self.width, self._requests, self._count, *result.tolist()))
+        self.count += 1
+        if len(self._done) == KEPT_WINDOWS:
+            self._done = self._done[::2]
+            self._stride *= 2
         self._count_before, self._count, self._requests = self._count, 0, 0
 
     def finish(self, end: float) -> list[WindowInfo]:
-        """Return all windows."""
+        """Return all windows; every second, fourth, ... of more than :data:`KEPT_WINDOWS`."""
         self._close()
         return [
             WindowInfo(

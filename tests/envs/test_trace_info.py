@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.workloads import Trace, load, sessions, stream
+from envs.workloads import Trace, info_parts, load, sessions, stream
 from envs.workloads.info import MOST_WINDOWS, trace_info
 from envs.workloads.info_kernel import BINS, bin_of
 from envs.workloads.info_parts import Quantiles, zipf_exponent
@@ -145,15 +145,18 @@ def test_many_keys_outlast_the_first_positions() -> None:
 
 
 def test_a_sample_of_keys_says_nearly_the_same() -> None:
-    trace = sessions(200_000, 20_000, alpha=0.8, seed=3)
+    trace = sessions(200_000, 20_000, alpha=0.4, seed=3)
     exact = trace_info(in_chunks(trace, 10_000))
     sample = trace_info(in_chunks(trace, 10_000), exact_requests=40_000)
     assert exact.reuse_sample == 1.0
     assert sample.reuse_sample == 1 / 8
     assert sample.infinite_hit_ratio == exact.infinite_hit_ratio
-    for share in ("p50", "p75", "p90"):
-        assert getattr(sample.reuse_keys, share) == pytest.approx(getattr(exact.reuse_keys, share), rel=0.2, abs=50)
-        assert getattr(sample.reuse_bytes, share) == pytest.approx(getattr(exact.reuse_bytes, share), rel=0.2, abs=50_000)
+    # 2,500 keys are followed: shares are off by a few hundredths, and with them the distances, which reach over all keys.
+    for share in ("p25", "p50", "p75", "p90"):
+        off = 0.03 * exact.keys
+        assert getattr(sample.reuse_keys, share) == pytest.approx(getattr(exact.reuse_keys, share), abs=off)
+        off = 0.03 * exact.footprint
+        assert getattr(sample.reuse_bytes, share) == pytest.approx(getattr(exact.reuse_bytes, share), abs=off)
 
 
 def test_a_block_needs_those_before_it() -> None:
@@ -273,6 +276,15 @@ def test_many_windows_are_told_in_part() -> None:
     assert info.window_count == 3_000
     assert len(info.windows) <= MOST_WINDOWS
     assert info.windows[0].start == 0
+
+
+def test_of_very_many_windows_a_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info_parts, "KEPT_WINDOWS", 64)
+    info = trace_info(make_trace([1, 2] * 500), window=2.0)
+    assert info.window_count == 500
+    assert 32 <= len(info.windows) <= 64
+    assert np.ptp(np.diff([item.start for item in info.windows])) == 0
+    assert info.working_set_keys.p50 == 2
 
 
 def test_progress_ends_at_all_of_the_file() -> None:

@@ -111,6 +111,10 @@ def _tokens(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return np.where((numbers >= 0) & (numbers <= MOST_TOKENS), numbers, 0).astype(np.int64)
 
 
+_DIGITS = [0, 1, 2, 3, 5, 6, 8, 9, 11, 12, 14, 15, 17, 18]
+_MARKS = [4, 7, 13, 16]
+
+
 def moments(texts: Column) -> npt.NDArray[np.float64]:
     """Return seconds since the epoch of ISO times, NaN for what is none; without an offset they are in UTC.
 
@@ -125,14 +129,16 @@ def moments(texts: Column) -> npt.NDArray[np.float64]:
     whole = np.ascontiguousarray(marks[:, :19]).view("U19").ravel()
     rest = np.ascontiguousarray(marks[:, 19:]).view(f"U{width - 19}").ravel()
     rest = np.char.replace(np.char.replace(rest, "+00:00", ""), "Z", "")
-    try:
-        if np.any(np.char.str_len(whole) != 19) or not np.all((rest == "") | (np.char.startswith(rest, ".") & (rest != "."))):
-            raise ValueError
-        seconds = whole.astype("datetime64[s]").astype(np.int64).astype(np.float64)
-        digits = np.char.add("0", np.where(rest == "", ".0", rest))
-        return seconds + digits.astype(np.float64)
-    except ValueError:
-        return np.array([_moment(str(text)) for text in texts], np.float64)
+    digits = (marks[:, _DIGITS] >= ord("0")) & (marks[:, _DIGITS] <= ord("9"))
+    between = (marks[:, 10] == ord(" ")) | (marks[:, 10] == ord("T"))
+    regular = bool(digits.all() and between.all() and np.all(marks[:, _MARKS] == np.array([ord(mark) for mark in "--::"])))
+    if regular and np.all((rest == "") | (np.char.startswith(rest, ".") & (rest != "."))):
+        try:
+            seconds = whole.astype("datetime64[s]").astype(np.int64).astype(np.float64)
+            return seconds + np.char.add("0", np.where(rest == "", ".0", rest)).astype(np.float64)
+        except ValueError:
+            pass  # a 30th of February, or a fraction that is none: which row it is, is seen one by one
+    return np.array([_moment(str(text)) for text in texts], np.float64)
 
 
 def _moment(text: str) -> float:
