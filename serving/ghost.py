@@ -1,22 +1,35 @@
 """Ghost curves: what every other setting would have done on the same requests.
 
 A ghost is a spatially sampled shadow (SHARDS, Waldspurger et al., FAST'15): keys are chosen by a salted hash, so that every
-access to a chosen key is seen. Of those keys it keeps the reuse distance in bytes and, for every setting of the grid, when that
-setting would have written the entry. An access is a hit of a setting if its distance fits the size and the virtual write is
-within the TTL. An expired entry keeps its bytes until it is read, evicted or overwritten, so recency order and distances do not
-depend on the TTL.
+access to a chosen key is seen. Of those keys it keeps the recency order, where in it each size's cache ends, and, for every
+setting of the grid, when that setting would have written the entry. An access is a hit of a setting if the size still holds the
+key and the virtual write is within the TTL. An expired entry keeps its bytes until it is read, evicted or overwritten, so what a
+size holds does not depend on the TTL.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from serving import ghost_kernel as kernel
 from serving.keys import mix64
+
+_MASK = (1 << 64) - 1
+_STRIDE = 0x9E37_79B9_7F4A_7C15
+"""Between the salts of two generations."""
+
+_LEAST_RATE = 1e-6
+
+_ACCESS = np.dtype([("key", "=u8"), ("size", "=i8"), ("time", "=f8")])
+_PACK = struct.Struct("=Qqd").pack_into
+_BUFFER = 256
+"""Single accesses that wait for each other: entering compiled code costs more than an access."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +79,42 @@ class GhostWindow:
 class Ghost:
     """A shadow of one arm's requests: the hits of every (``cache_size``, ``ttl``) of a grid, entropy and drift.
 
-    Sampling starts at rate 1. When more than ``max_keys`` keys are tracked, those that no setting can hit any more (too far down
-    the recency order, or too old) are dropped; where that is not enough the rate halves. A sample of keys estimates badly what
-    few keys dominate, so the hottest ones (found by a count-min sketch of all accesses) are tracked whatever the rate and stand
-    for themselves, and the sample speaks for the rest, scaled to the rest's true number of requests (stratified sampling with a
-    ratio estimate).
+    **Sampling** starts at ``rate`` (1: fixed-size SHARDS; below: fixed-rate, until ``max_keys`` do not suffice). When more than
+    ``max_keys`` keys are tracked, those that no setting can hit any more (evicted from every size, or too old) are dropped; where
+    that frees less than an eighth, the rate falls in steps of an eighth. It never rises, but for a rotation.
 
-    Not known to the ghost: warm-up, and entries larger than a setting's whole budget (they count in the distances of others).
+    **Hot keys.** A sample of keys estimates badly what few keys dominate, so the hottest ones (found by a count-min sketch of all
+    accesses) are tracked whatever the rate and stand for themselves; the sample speaks for the rest, scaled to the rest's true
+    number of requests (the count adjustment of SHARDS, as a stratified ratio estimate).
+
+    **The rule of every setting**, exact at rate 1: an entry has the bytes of its key's last access; one that is larger than the
+    whole budget is not stored and pushes nobody out; while the bytes held exceed the budget, the least recently used entry goes;
+    an entry is live while ``now - written <= ttl * ttl_jitter(key)``, decided when it is read, and keeps its bytes until it is
+    overwritten or evicted. That is the rule of the cache, but for one thing: an answer that changes in size counts for all
+    settings with the size that was reported. Warm-up is not known to the ghost.
+
+    **Memory** is bounded by ``max_keys * (172 + 24 * ceil(S * T / 64)) + 64 * S * T`` bytes and some 16 KiB, and by twice as much
+    with ``rotate_every``; :attr:`memory_bytes` has the true number. Settings share write times, and room is for three different
+    ones per key, on average, beside that of its last access: where keys need more, the rate falls as if there were more keys.
+
+    **Cost**: O(S) per tracked access, O(1) for others, nothing depends on ``max_keys``.
 
     Args:
         sizes: ``cache_size`` of each row of the grid, bytes, ascending, shape (S,).
         ttls: ``ttl`` of each column, seconds, ascending, shape (T,).
-        max_keys: Keys tracked at most; memory is about ``max_keys * (S * T + 30) * 8`` bytes.
+        max_keys: Keys tracked at most.
         salt: Chooses which keys are sampled.
         staleness_half_life: Age at which half of the answers have become outdated, seconds; ``inf`` for never.
         ttl_jitter: Spread of the per-key factor on the TTL, 0..1, as in :func:`serving.keys.ttl_jitter`.
+        rate: Upper bound of the sampling rate, above 0, at most 1. Below 1 it is kept to the next 1/n, n in 256ths, not above.
+        decay: Share of what the curve has gathered that :meth:`take` keeps for the next window, 0 to below 1. Entropy and drift
+            are of the fresh window in any case.
+        rotate_every: Seconds of the trace's clock after which a sample with another salt takes over; inf for never. It is warmed
+            up beside the old one from half of that time on, and takes over with the first :meth:`take` at which what it has not
+            seen cannot be hit any more: the longest TTL has passed, or every size has evicted what it began with. While all
+            keys are sampled there is nothing to rotate.
+        hot_share: Share of ``max_keys`` that may be hot keys, 0 to below 1; 0 for a plain sample.
+        count_adjusted: Whether the sample is scaled to the true number of requests; False for plain SHARDS.
 
     Raises:
         ValueError: If a grid is empty or not ascending, or a number is out of its range.
@@ -95,56 +129,73 @@ class Ghost:
         salt: int = 0,
         staleness_half_life: float = math.inf,
         ttl_jitter: float = 0.0,
+        rate: float = 1.0,
+        decay: float = 0.0,
+        rotate_every: float = math.inf,
+        hot_share: float = 0.5,
+        count_adjusted: bool = True,
     ) -> None:
         for name, grid in (("sizes", sizes), ("ttls", ttls)):
             values = np.asarray(grid, dtype=np.float64)
-            if values.ndim != 1 or not values.size or not values[0] >= 0 or np.any(np.diff(values) <= 0):
+            if values.ndim != 1 or not values.size or not values[0] >= 0 or not np.all(np.diff(values) > 0):
                 raise ValueError(f"ghost: {name}: expected an ascending grid of numbers >= 0, got {grid!r}")
-        if max_keys < 16:
-            raise ValueError(f"ghost: max_keys: expected at least 16, got {max_keys!r}")
-        if not staleness_half_life > 0:
-            raise ValueError(f"ghost: staleness_half_life: expected seconds > 0 (or inf for never), got {staleness_half_life!r}")
-        if not 0.0 <= ttl_jitter <= 1.0:
-            raise ValueError(f"ghost: ttl_jitter: expected a share between 0 and 1, got {ttl_jitter!r}")
+        for name, value, fits, form in (
+            ("max_keys", max_keys, max_keys >= 16, "at least 16"),
+            ("staleness_half_life", staleness_half_life, staleness_half_life > 0, "seconds > 0 (or inf for never)"),
+            ("ttl_jitter", ttl_jitter, 0.0 <= ttl_jitter <= 1.0, "a share between 0 and 1"),
+            ("rate", rate, _LEAST_RATE <= rate <= 1.0, f"a share from {_LEAST_RATE:g} to 1"),
+            ("decay", decay, 0.0 <= decay < 1.0, "a share from 0 to below 1"),
+            ("rotate_every", rotate_every, rotate_every > 0, "seconds > 0 (or inf for never)"),
+            ("hot_share", hot_share, 0.0 <= hot_share < 1.0, "a share from 0 to below 1"),
+        ):
+            if not fits:
+                raise ValueError(f"ghost: {name}: expected {form}, got {value!r}")
         self._sizes = np.array(sizes, dtype=np.int64)
         self._ttls = np.array(ttls, dtype=np.float64)
         self._sizes.setflags(write=False)
         self._ttls.setflags(write=False)
-        cells = len(sizes) * len(ttls)
-        table = 1 << (4 * max_keys - 1).bit_length()
-        positions = 4 * max_keys
-        places = np.zeros(table + positions + 1 + max_keys, np.int32)
-        places[table + positions + 1 :] = np.arange(max_keys)
-        ctl = np.zeros(kernel.N_CTL, np.int64)
-        ctl[[kernel.N_SIZES, kernel.N_TTLS, kernel.TABLE, kernel.POSITIONS]] = len(sizes), len(ttls), table, positions
-        ctl[kernel.HEAT] = table
-        ctl[kernel.NEXT] = 1
-        ctl[kernel.SALT] = np.array([mix64(salt & (1 << 64) - 1)], np.uint64).view(np.int64)[0]
-        self._state = kernel.State(
-            slots=np.zeros((max_keys, kernel.N_COLUMNS), np.int64),
-            written=np.zeros((max_keys, cells + 1)),
-            places=places,
-            tree=np.zeros(positions + 1, np.int64),
-            sums=np.zeros(4 * cells + kernel.N_TOTALS),
-            ctl=ctl,
-            grid=np.concatenate([self._sizes.astype(np.float64), self._ttls, [staleness_half_life, ttl_jitter]]),
-            heat=np.zeros(2 * table, np.int32),
-        )
+        self._options: dict[str, Any] = {
+            "rate": rate, "half_life": staleness_half_life, "jitter": ttl_jitter, "hot_share": hot_share
+        }  # fmt: skip
+        self._max_keys, self._salt, self._decay, self._count_adjusted = max_keys, salt, decay, count_adjusted
+        self._rotate_every = rotate_every
+        self._generation = self._rotations = 0
+        self._state = self._new_generation()
+        self._next: kernel.State | None = None
+        self._due = math.inf
+        self._kept: GhostCurve | None = None
+        self._buffer = np.zeros(_BUFFER, _ACCESS)
+        self._buffered = 0
 
     @property
     def rate(self) -> float:
         """Share of the keys that is sampled now."""
-        return float(2.0 ** -int(self._state.ctl[kernel.SHIFT]))
+        self._drain()
+        return float(kernel.UNIT / self._state.control["multiple"][0])
+
+    @property
+    def rotations(self) -> int:
+        """How often a sample with another salt has taken over."""
+        return self._rotations
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all arrays of the ghost now; constant but for a second generation while one is being warmed up."""
+        arrays = [self._buffer, *self._state, *(self._next or ())]
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray) and array.base is None)
 
     def access(self, key: int, size: int, now: float) -> None:
-        """Account for one cacheable request.
+        """Account for one cacheable request; it is put into a small buffer first, which every look at the ghost empties.
 
         Args:
             key: The 64-bit name of the entry that answered, unsigned (:func:`serving.keys.key64`).
-            size: The entry's bytes.
+            size: The entry's bytes, >= 0.
             now: Clock, seconds; not before that of the last access.
         """
-        kernel.access(key, size, now, *self._state)
+        _PACK(self._buffer.data, self._buffered * _ACCESS.itemsize, key, size, now)
+        self._buffered += 1
+        if self._buffered == _BUFFER:
+            self._drain()
 
     def access_many(self, keys: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
         """Account for many requests in order of time; columns as in :meth:`access`, shape (N,).
@@ -154,56 +205,131 @@ class Ghost:
         """
         if not len(keys) == len(sizes) == len(times):
             raise ValueError(f"ghost: expected columns of equal length, got {len(keys)}, {len(sizes)} and {len(times)}")
-        kernel.access_many(
+        self._drain()
+        self._run(
             np.require(keys, np.uint64, ["C", "W"]),
             np.require(sizes, np.int64, ["C", "W"]),
             np.require(times, np.float64, ["C", "W"]),
-            *self._state,
         )
 
     def take(self) -> GhostWindow:
         """Return what was gathered since the last call, and start a new window. What is known of reuse is kept."""
-        shape = (len(self._sizes), len(self._ttls))
-        cells = len(self._sizes) * len(self._ttls)
-        blocks = self._state.sums[: 4 * cells].reshape(4, *shape)
-        requests, sampled, certain = (float(value) for value in self._state.sums[4 * cells :])
-        # What the hot keys did is known. The sample speaks for all other requests, of which the number is known too.
-        others = requests - certain
-        if sampled > 0:
-            hits, stale = blocks[2:] + blocks[:2] * (others / sampled)
-        elif certain > 0:
-            hits, stale = blocks[2:] * (requests / certain)
-        else:
-            hits, stale, requests = np.zeros(shape), np.zeros(shape), 0.0
-        hits = np.clip(hits, 0.0, requests)
-        stale = np.clip(stale, 0.0, hits)
-        slots = self._state.slots
-        counts, before = slots[:, kernel.COUNT], slots[:, kernel.BEFORE]
-        weights = np.where(slots[:, kernel.HOT] == 1, 1.0, 1.0 / self.rate)
-        window = GhostWindow(
-            GhostCurve(self._sizes, self._ttls, hits, stale, requests),
-            _entropy(counts, weights, requests),
-            _drift(counts, before, weights),
-            self.rate,
-        )
-        before[:] = counts
-        counts[:] = 0
-        self._state.sums[:] = 0.0
+        self._drain()
+        window = self._take(self._state)
+        if self._decay > 0.0:
+            if self._kept is not None:
+                window = replace(window, curve=_sum(window.curve, self._kept, self._decay))
+            self._kept = window.curve
+        if self._next is not None:
+            self._take(self._next)
+            if self._is_warm(self._next):
+                self._state, self._next = self._next, None
+                self._rotations += 1
+                self._due += self._rotate_every
         return window
 
     def flush(self) -> None:
         """Empty the virtual caches of every setting, as the real one was. The window's counts stay."""
-        kernel.forget(self._state.slots, self._state.places, self._state.tree, self._state.ctl)
+        self._drain()
+        kernel.forget(self._state)
+        if self._next is not None:
+            kernel.forget(self._next)
 
     def clone(self) -> Ghost:
         """Return an independent copy."""
+        self._drain()
         twin = object.__new__(Ghost)
-        twin._sizes, twin._ttls = self._sizes, self._ttls
-        twin._state = kernel.State._make(array.copy() for array in self._state)
+        twin.__dict__.update(self.__dict__)
+        twin._buffer = self._buffer.copy()
+        twin._state = _copy(self._state)
+        twin._next = None if self._next is None else _copy(self._next)
         return twin
 
+    def _new_generation(self) -> kernel.State:
+        salt = mix64((self._salt + self._generation * _STRIDE) & _MASK)
+        self._generation += 1
+        return kernel.new_state(self._sizes, self._ttls, self._max_keys, salt=salt, **self._options)
 
-def _entropy(counts: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], requests: float) -> float:
+    def _drain(self) -> None:
+        count, self._buffered = self._buffered, 0
+        if count:
+            rows = self._buffer[:count]
+            self._run(rows["key"].copy(), rows["size"].copy(), rows["time"].copy())
+
+    def _run(self, keys: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
+        if not len(keys):
+            return
+        if self._rotate_every < math.inf:
+            if math.isinf(self._due):
+                self._due = float(times[0]) + self._rotate_every
+            if self._next is None:
+                first = int(np.searchsorted(times, self._due - self._rotate_every / 2.0))
+                kernel.access_many(self._state, keys[:first], sizes[:first], times[:first])
+                keys, sizes, times = keys[first:], sizes[first:], times[first:]
+                if len(keys):
+                    self._next = self._new_generation()
+            if self._next is not None:
+                kernel.access_many(self._next, keys, sizes, times)
+        kernel.access_many(self._state, keys, sizes, times)
+
+    def _is_warm(self, state: kernel.State) -> bool:
+        """Whether a younger generation may take over: it is due, and what it has not seen cannot be hit any more."""
+        control = state.control[0]
+        if not control["now"] >= self._due:
+            return False
+        return bool(control["now"] - control["start"] > self._ttls[-1] or state.levels[kernel.EVICTED].all())
+
+    def _take(self, state: kernel.State) -> GhostWindow:
+        """Return one generation's window and start a new one."""
+        kernel.settle(state)
+        control = state.control[0]
+        weight = float(control["weight"])
+        shape = (4, len(self._ttls), len(self._sizes))
+        blocks = np.moveaxis(state.sums.reshape(shape), 1, 2)
+        requests, sampled, certain = (float(control[name]) for name in ("requests", "sampled", "certain"))
+        # What the hot keys did is known. The sample speaks for all other requests, of which the number is known too.
+        scale = (requests - certain) / sampled if self._count_adjusted and sampled > 0 else 1.0
+        if sampled > 0:
+            hits, stale = blocks[2:] + blocks[:2] * scale
+        elif certain > 0:
+            hits, stale = blocks[2:] * (requests / certain)
+        else:
+            hits, stale, requests = np.zeros(shape[:0:-1]), np.zeros(shape[:0:-1]), 0.0
+        hits = np.clip(hits, 0.0, requests)
+        stale = np.clip(stale, 0.0, hits)
+        slots = state.slots
+        counts, before = slots["count"], slots["before"]
+        weights = np.where(slots["hot"] == 1, 1.0, weight)
+        window = GhostWindow(
+            GhostCurve(self._sizes, self._ttls, hits, stale, requests),
+            _entropy(counts, weights, requests),
+            _drift(counts, before, weights),
+            1.0 / weight,
+        )
+        before[:] = counts
+        counts[:] = 0
+        state.sums[:] = 0.0
+        for name in ("requests", "sampled", "certain"):
+            control[name] = 0.0
+        return window
+
+
+def _sum(fresh: GhostCurve, kept: GhostCurve, decay: float) -> GhostCurve:
+    """Return a window's curve together with what is left of the earlier ones."""
+    return replace(
+        fresh,
+        hits=fresh.hits + decay * kept.hits,
+        stale_hits=fresh.stale_hits + decay * kept.stale_hits,
+        requests=fresh.requests + decay * kept.requests,
+    )
+
+
+def _copy(state: kernel.State) -> kernel.State:
+    twin = kernel.State._make(array.copy() if isinstance(array, np.ndarray) else array for array in state)
+    return twin._replace(written=twin.records.view(np.float64))
+
+
+def _entropy(counts: npt.NDArray[np.int32], weights: npt.NDArray[np.float64], requests: float) -> float:
     """Shannon entropy in bits from the counts of the tracked keys, each standing for ``weight`` keys, Miller-Madow corrected.
 
     ``log2 N - sum(c log2 c) / N`` holds for the whole window; the sum over the sampled keys is scaled to what they stand for.
@@ -223,7 +349,7 @@ def _entropy(counts: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], re
     return plugin + (float(weight.sum()) - 1.0) / (2.0 * math.log(2.0) * requests)
 
 
-def _drift(counts: npt.NDArray[np.int64], before: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]) -> float:
+def _drift(counts: npt.NDArray[np.int32], before: npt.NDArray[np.int32], weights: npt.NDArray[np.float64]) -> float:
     """Jensen-Shannon distance between two windows' distributions, base 2; each key stands for ``weight`` keys like it."""
     now_total, before_total = float(counts @ weights), float(before @ weights)
     if not now_total or not before_total:

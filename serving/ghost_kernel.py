@@ -1,61 +1,195 @@
-"""The compiled core of :mod:`serving.ghost`: a sampled shadow of reuse distance (bytes) and reuse age.
+"""The compiled core of :mod:`serving.ghost`: one generation of the sampled shadow.
 
-All state lives in a few flat arrays, so that one access is one call into compiled code with little to unpack; :class:`State` says
-what is in them.
+Recency is a log: every access of a tracked key appends its slot, and each size of the grid has a marker in the log such that its
+residents are the entries from there on. Eviction moves the marker, so an access costs O(sizes), whatever the number of keys.
+
+When a setting wrote an entry is always the time of an access, and most settings agree on it. So a key keeps the time of its last
+access, at which every setting wrote that no record of the key names, and records of (time, set of settings). That is exact, and
+takes a few records instead of one number per setting.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int32]
-Word = int | np.int64 | np.uint64
+Bytes = npt.NDArray[np.uint8]
+Records = npt.NDArray[np.void]
 
-# columns of ``slots``
-SIZE, POSITION, COUNT, BEFORE, HASH, NAME, HOT, N_COLUMNS = range(8)
-# ``ctl``: lengths, then where things stand
-N_SIZES, N_TTLS, TABLE, POSITIONS, HEAT, SALT, TRACKED, NEXT, SHIFT, HOT_KEYS, COUNTED, N_CTL = range(12)
-# after the four blocks of ``sums``
-REQUESTS, SAMPLED, CERTAIN, N_TOTALS = range(4)
+SLOT = np.dtype(
+    [
+        ("name", "u8"), ("last", "f8"), ("size", "f8"), ("position", "i4"), ("record", "i4"), ("count", "i4"), ("before", "i4"),
+        ("hot", "i4"), ("next_free", "i4"), ("keep", "i4"), ("cost", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+"""One tracked key: name, time of the last access, bytes, position in the log (0: in no cache), first record (0: none), accesses
+in this window and in the last one, whether it is hot; next free slot; when room is made, whether it is kept and its records."""
+
+CONTROL = np.dtype(
+    [
+        ("salt", "u8"), ("limit", "u8"), ("multiple", "i8"), ("weight", "f8"),
+        ("next", "i8"), ("tracked", "i8"), ("hot", "i8"), ("most_hot", "i8"), ("counted", "i8"),
+        ("free_slot", "i8"), ("free_record", "i8"), ("recorded", "i8"),
+        ("half_life", "f8"), ("jitter", "f8"), ("start", "f8"), ("now", "f8"),
+        ("requests", "f8"), ("sampled", "f8"), ("certain", "f8"), ("seen", "i8"), ("known", "i8"),
+    ],
+    align=True,
+)  # fmt: skip
+"""Where things stand, line by line: salt, greatest hash of the sample, keys that a sampled one stands for (in 256ths, and plain);
+next position of the log, tracked keys, hot keys and their limit, accesses in the sketch; first free slot and record (0: none),
+records in use; staleness half-life, jitter, times of the first and the last access; requests, those of the sample (weighted),
+those of hot keys, accesses of the sample and of hot keys that are still in the planes."""
+
+UNIT = 256
+"""Weights are multiples of 1/256, so that sums of weighted bytes are exact."""
+
+HELD, BUDGET, MARKER, EVICTED, MOVED, N_LEVELS = range(6)
+"""Rows of ``levels``."""
+
+PLANES = 16
+"""Bits of the counters of hits; they are emptied into ``sums`` before they overflow."""
+
+LOG_PER_KEY = 3
+RECORDS_PER_KEY = 3
 
 _LEAST_HEAT = 8
 """Fewer recent accesses never make a key hot."""
 
+_JITTER = np.uint64(0x7474_6C00)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False}
+
+
+def _compiled(function: Function) -> Function:
+    """Compile a function that allocates nothing.
+
+    Without numba's runtime for allocations (``_nrt``) arrays are not reference-counted inside: the counting took two thirds of
+    the time of an access, since a state has many arrays.
+    """
+    compiled: Function = njit(**_OPTIONS)(function)
+    return compiled
+
 
 class State(NamedTuple):
-    """The arrays of one ghost, in the order in which the compiled functions take them, for M keys, S sizes and T TTLs.
+    """The arrays of one generation, for M keys, S sizes, T TTLs and W words of 64 settings each (bit ``ttl * S + size``).
 
     Attributes:
-        slots: Per tracked key: bytes, position, counts of this and of the last window, hash and name (bit patterns), whether it
-            is hot, (M, N_COLUMNS).
-        written: Per tracked key and setting the time of the virtual write; last column: of the last access, (M, S * T + 1).
-        places: Hash table of slots, the slot at each position, the free slots (each of them + 1, 0: none; free ones plain).
-        tree: Fenwick tree over positions of the bytes that each key stands for, (positions + 1,).
-        sums: Four blocks of S * T: hits and stale hits of the sample (weighted), the same of the hot keys; then N_TOTALS totals.
-        ctl: Lengths and where things stand, (N_CTL,).
-        grid: Sizes, TTLs, staleness half-life, jitter, (S + T + 2,).
-        heat: Count-min sketch of recent accesses to all keys, two rows, (2 * HEAT,).
+        slots: Tracked keys, ``SLOT``, (M,).
+        table: Hash table of slots, each + 1, 0: none, (a power of two of at least 2 M,).
+        log: Slot + 1 at each position, in order of access; 0 where the key has been accessed again; from position 1, (3 M + 1,).
+        sizes: Bytes of the entry at each position, negative for hot keys; 0 where ``log`` has 0, (3 M + 1,).
+        records: Settings of each record, W words, then the key's next record, then a time, from record 1, (3 M + 1, W + 2).
+        written: The same memory as ``records``, read as floats: the time of each record is in the last column.
+        levels: Of each size: bytes held (weighted), budget, marker, whether it has evicted, scratch, (N_LEVELS, S).
+        ttls: TTLs, ascending, (T,).
+        masks: Settings of each size (S rows), of the sizes from each on (S + 1 rows), of the TTLs from each on (T + 1 rows), and
+            three rows of scratch, (2 S + T + 5, W).
+        planes: Hits not yet in ``sums``: bit ``b`` of each setting's counter is in plane ``b``; sample, hot, (2, PLANES, W).
+        sums: Hits and stale hits of the sample (weighted), the same of the hot keys, (4, S * T).
+        sketch: Count-min sketch of recent accesses to all keys, (2, a power of two of at least 4 M).
+        control: Where things stand, ``CONTROL``, (1,).
     """
 
-    slots: Ints
+    slots: Records
+    table: Places
+    log: Places
+    sizes: Floats
+    records: Words
     written: Floats
-    places: Places
-    tree: Ints
+    levels: Floats
+    ttls: Floats
+    masks: Words
+    planes: Words
     sums: Floats
-    ctl: Ints
-    grid: Floats
-    heat: Places
+    sketch: Bytes
+    control: Records
 
 
-_STATE = "int64[:,::1], float64[:,::1], int32[::1], int64[::1], float64[::1], int64[::1], float64[::1], int32[::1]"
-_JITTER = np.uint64(0x7474_6C00)
+def new_state(
+    sizes: npt.NDArray[np.int64],
+    ttls: Floats,
+    max_keys: int,
+    *,
+    salt: int,
+    rate: float,
+    half_life: float,
+    jitter: float,
+    hot_share: float,
+) -> State:
+    """Return a generation that has seen nothing.
+
+    Args:
+        sizes: Budgets, bytes, ascending, (S,).
+        ttls: TTLs, seconds, ascending, (T,).
+        max_keys: Keys tracked at most.
+        salt: Unsigned 64-bit word that is mixed into every hash.
+        rate: Sampling rate to start with, above 0 to 1.
+        half_life: Staleness half-life, seconds, or inf.
+        jitter: Width of the jitter on the TTL, 0..1.
+        hot_share: Share of ``max_keys`` that may be hot keys, 0..1.
+    """
+    count, columns = len(sizes), len(ttls)
+    cells = count * columns
+    words = -(-cells // 64)
+    records = RECORDS_PER_KEY * max_keys
+    table = 1 << (2 * max_keys - 1).bit_length()
+    masks = np.zeros((2 * count + columns + 5, words), np.uint64)
+    for cell in range(cells):
+        column, row = divmod(cell, count)
+        bit = np.uint64(1 << cell % 64)
+        masks[row, cell // 64] |= bit
+        masks[count : count + row + 1, cell // 64] |= bit
+        masks[2 * count + 1 : 2 * count + column + 2, cell // 64] |= bit
+    levels = np.zeros((N_LEVELS, count))
+    levels[BUDGET] = sizes
+    levels[MARKER] = 1
+    chains = np.zeros((records + 1, words + 2), np.uint64)
+    control = np.zeros(1, CONTROL)
+    control["salt"] = salt
+    control["multiple"] = max(UNIT, math.ceil(UNIT / rate))
+    control["next"] = 1
+    control["most_hot"] = int(hot_share * max_keys)
+    control["half_life"], control["jitter"], control["start"] = half_life, jitter, math.nan
+    state = State(
+        slots=np.zeros(max_keys, SLOT),
+        table=np.zeros(table, np.int32),
+        log=np.zeros(LOG_PER_KEY * max_keys + 1, np.int32),
+        sizes=np.zeros(LOG_PER_KEY * max_keys + 1),
+        records=chains,
+        written=chains.view(np.float64),
+        levels=levels,
+        ttls=np.array(ttls, np.float64),
+        masks=masks,
+        planes=np.zeros((2, PLANES, words), np.uint64),
+        sums=np.zeros((4, cells)),
+        sketch=np.zeros((2, 2 * table), np.uint8),
+        control=control,
+    )
+    state.slots["next_free"] = np.arange(2, max_keys + 2)
+    state.slots["next_free"][-1] = 0
+    state.records[:-1, words] = np.arange(1, records + 1)
+    state.records[[0, -1], words] = 0
+    control["free_slot"] = control["free_record"] = 1
+    set_rate(state)
+    # Compiled (or read from the cache of compiled code) here, not with the first request.
+    access_many(state, np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0))
+    settle(state)
+    forget(state)
+    state.levels[EVICTED] = 0.0
+    return state
 
 
 @njit("uint64(uint64)", cache=True)
@@ -68,7 +202,7 @@ def mix64(value: int | np.uint64) -> np.uint64:
 
 
 @njit("float64[::1](uint64[::1])", cache=True)
-def jitter_units(keys: npt.NDArray[np.uint64]) -> Floats:
+def jitter_units(keys: Words) -> Floats:
     """Return where in 0..1 each key's TTL jitter lies: ``ttl_jitter(key, spread) == 1 - spread * unit``."""
     units = np.empty(len(keys))
     for row in range(len(keys)):
@@ -76,289 +210,461 @@ def jitter_units(keys: npt.NDArray[np.uint64]) -> Floats:
     return units
 
 
-@njit(cache=True)
-def _add(tree: Ints, position: int, amount: int | np.int64) -> None:
-    while position < len(tree):
-        tree[position] += amount
-        position += position & -position
+@_compiled
+def set_rate(state: State) -> None:
+    """Derive weight and hash limit from ``multiple``."""
+    control = state.control[0]
+    control.weight = control.multiple / UNIT
+    control.limit = ~_ZERO if control.multiple == UNIT else (~_ZERO // np.uint64(control.multiple)) * np.uint64(UNIT) - _ONE
 
 
-@njit(cache=True)
-def _sum_to(tree: Ints, position: int) -> int:
-    total = 0
-    while position > 0:
-        total += tree[position]
-        position -= position & -position
-    return total
+@_compiled
+def _warmer(state: State, mixed: np.uint64, step: int) -> int:
+    """Recent accesses by the sketch (never too few below its ceiling), after adding ``step`` (conservative update)."""
+    sketch = state.sketch
+    mask = np.uint64(sketch.shape[1] - 1)
+    first, second = np.int64((mixed >> np.uint64(4)) & mask), np.int64((mixed >> np.uint64(22)) & mask)
+    heat: int = min(sketch[0, first], sketch[1, second])
+    if step and heat < 255:
+        heat += 1
+        sketch[0, first] = max(sketch[0, first], np.uint8(heat))
+        sketch[1, second] = max(sketch[1, second], np.uint8(heat))
+    return heat
 
 
-@njit(cache=True)
-def _sampled(mixed: Word, ctl: Ints) -> np.bool_:
-    """Whether a hash is within the sample."""
-    inside: np.bool_ = ctl[SHIFT] == 0 or (np.uint64(mixed) >> np.uint64(64 - ctl[SHIFT])) == np.uint64(0)
-    return inside
-
-
-@njit(cache=True)
-def _weight(slots: Ints, slot: int, ctl: Ints) -> np.int64:
-    """How many keys a tracked one stands for."""
-    one = np.int64(1)
-    weight: np.int64 = one if slots[slot, HOT] else one << ctl[SHIFT]
-    return weight
-
-
-@njit(cache=True)
-def _heat(mixed: Word, step: int, ctl: Ints, heat: Places) -> int:
-    """Recent accesses by the sketch (never too few), after adding ``step`` (conservative update)."""
-    mask = ctl[HEAT] - 1
-    first = np.int64(np.uint64(mixed) >> np.uint64(4)) & mask
-    second = ctl[HEAT] + (np.int64(np.uint64(mixed) >> np.uint64(22)) & mask)
-    least: int = min(heat[first], heat[second]) + step
-    if step:
-        heat[first] = max(heat[first], least)
-        heat[second] = max(heat[second], least)
+@_compiled
+def _least_heat(state: State) -> int:
+    """Accesses from which on a key is hot: no more keys than slots can have so many."""
+    least: int = max(_LEAST_HEAT, state.control[0].counted // len(state.slots))
     return least
 
 
-@njit(cache=True)
-def _least_heat(slots: Ints, ctl: Ints) -> int:
-    """Accesses from which on a key is hot: at most half of the slots' number of keys can have so many."""
-    least: int = max(_LEAST_HEAT, 2 * ctl[COUNTED] // len(slots))
-    return least
+@_compiled
+def settle(state: State) -> None:
+    """Move what the planes hold into ``sums``, at the present weight."""
+    control, planes = state.control[0], state.planes
+    cells = state.levels.shape[1] * len(state.ttls)
+    for block in range(2):
+        weight = 1.0 if block else control.weight
+        for cell in range(cells):
+            hits = np.int64(0)
+            for plane in range(PLANES):
+                hits += np.int64((planes[block, plane, cell // 64] >> np.uint64(cell % 64)) & _ONE) << plane
+            state.sums[2 * block, cell] += weight * hits
+        for plane in range(PLANES):
+            for word in range(planes.shape[2]):
+                planes[block, plane, word] = _ZERO
+    control.sampled += control.weight * control.seen
+    control.certain += control.known
+    control.seen = 0
+    control.known = 0
 
 
-@njit(cache=True)
-def _rebuild(slots: Ints, keep: npt.NDArray[np.bool_], places: Places, tree: Ints, ctl: Ints) -> None:
-    """Renumber positions from 1 without gaps, keep only the marked slots, rebuild the table, the tree and the free list."""
-    table, positions = ctl[TABLE], ctl[POSITIONS]
-    free = table + positions + 1
+@_compiled
+def _free_records(state: State, slot: int) -> None:
+    """Give back every record of a key."""
+    control, words = state.control[0], state.masks.shape[1]
+    record = np.int64(state.slots[slot].record)
+    while record != 0:
+        after = np.int64(state.records[record, words])
+        state.records[record, words] = control.free_record
+        control.free_record = record
+        control.recorded -= 1
+        record = after
+    state.slots[slot].record = 0
+
+
+@_compiled
+def _rebuild(state: State) -> None:
+    """Close the gaps in the log and keep only the marked slots; markers stay between the same entries, bytes are counted anew."""
+    control, slots, log, levels, table = state.control[0], state.slots, state.log, state.levels, state.table
+    rows = levels.shape[1]
+    for row in range(rows):
+        levels[HELD, row], levels[MOVED, row] = 0.0, -1.0
     last = 0
-    for position in range(1, ctl[NEXT]):
-        slot = places[table + position] - 1
-        places[table + position] = 0
-        if slot >= 0 and keep[slot]:
+    for position in range(1, control.next):
+        slot = log[position] - 1
+        for row in range(rows):
+            if levels[MOVED, row] < 0.0 and position >= levels[MARKER, row]:
+                levels[MOVED, row] = last + 1
+        log[position] = 0
+        state.sizes[position] = 0.0
+        if slot >= 0 and slots[slot].keep:
             last += 1
-            places[table + last] = slot + 1
-            slots[slot, POSITION] = last
-    tree[:] = 0
-    for position in range(1, len(tree)):
-        # Past the last key too: sums have to reach the nodes of positions that are still free.
-        if position <= last:
-            slot = places[table + position] - 1
-            tree[position] += slots[slot, SIZE] * _weight(slots, slot, ctl)
-        parent = position + (position & -position)
-        if parent < len(tree):
-            tree[parent] += tree[position]
-    places[:table] = 0
-    tracked, hot, spare = 0, 0, 0
-    for slot in range(len(keep)):
-        if keep[slot]:
-            tracked += 1
-            hot += slots[slot, HOT]
-            cell = slots[slot, HASH] & (table - 1)
-            while places[cell] != 0:
-                cell = (cell + 1) & (table - 1)
-            places[cell] = slot + 1
+            log[last] = slot + 1
+            state.sizes[last] = -slots[slot].size if slots[slot].hot else slots[slot].size
+            slots[slot].position = last
+            size = slots[slot].size
+            weighted = size if slots[slot].hot else size * control.weight
+            for row in range(rows):
+                if levels[MOVED, row] >= 0.0 and size <= levels[BUDGET, row]:
+                    levels[HELD, row] += weighted
+    for row in range(rows):
+        levels[MARKER, row] = levels[MOVED, row] if levels[MOVED, row] >= 0.0 else last + 1
+    control.next = last + 1
+    mask = len(table) - 1
+    for place in range(len(table)):
+        table[place] = 0
+    control.tracked, control.hot, control.free_slot = 0, 0, 0
+    for slot in range(len(slots) - 1, -1, -1):
+        entry = slots[slot]
+        if entry.keep:
+            control.tracked += 1
+            control.hot += entry.hot
+            cell = np.int64(mix64(entry.name ^ control.salt)) & mask
+            while table[cell] != 0:
+                cell = (cell + 1) & mask
+            table[cell] = slot + 1
         else:
-            slots[slot, HOT] = 0
-            places[free + spare] = slot
-            spare += 1
-    ctl[NEXT], ctl[TRACKED], ctl[HOT_KEYS] = last + 1, tracked, hot
+            _free_records(state, slot)
+            entry.hot, entry.position, entry.count, entry.before = 0, 0, 0, 0
+            entry.next_free = control.free_slot
+            control.free_slot = slot + 1
 
 
-@njit(cache=True)
-def _used(slots: Ints, places: Places, ctl: Ints) -> npt.NDArray[np.bool_]:
+@_compiled
+def _mark_anew(state: State) -> None:
+    """Set every marker from the bytes behind it, after the weights have changed."""
+    control, levels = state.control[0], state.levels
+    for row in range(levels.shape[1]):
+        held, marker = 0.0, np.int64(control.next)
+        while marker > 1:
+            size = abs(state.sizes[marker - 1])
+            if size <= levels[BUDGET, row]:
+                if held + size > levels[BUDGET, row]:
+                    break
+                held += size if state.sizes[marker - 1] < 0.0 else size * control.weight
+            marker -= 1
+        levels[HELD, row], levels[MARKER, row] = held, marker
+
+
+@_compiled
+def _mark_used(state: State) -> None:
     """Mark the slots that are in use."""
-    keep = np.zeros(len(slots), np.bool_)
-    for cell in range(ctl[TABLE]):
-        if places[cell] != 0:
-            keep[places[cell] - 1] = True
-    return keep
+    for slot in range(len(state.slots)):
+        state.slots[slot].keep = 0
+    for cell in range(len(state.table)):
+        if state.table[cell] != 0:
+            state.slots[state.table[cell] - 1].keep = 1
 
 
-@njit(cache=True)
-def _make_room(
-    now: float, slots: Ints, written: Floats, places: Places, tree: Ints, ctl: Ints, grid: Floats, heat: Places
-) -> None:
-    """Drop keys that no setting can hit any more; where that frees less than a quarter, halve the sampling rate.
+@_compiled
+def _make_room(state: State, now: float) -> None:
+    """Drop keys that no setting can hit any more; where that frees less than an eighth, lower the sampling rate.
 
     Hot keys are kept whatever the rate; cooled ones are left to the sample, and hot ones of the sample taken out of it.
     """
-    table, sizes, ttls = ctl[TABLE], ctl[N_SIZES], ctl[N_TTLS]
-    largest, longest = grid[sizes - 1], grid[sizes + ttls - 1]
-    capacity = len(slots)
-    keep = _used(slots, places, ctl)
-    hittable = np.zeros(capacity, np.bool_)
-    above = 0
-    for position in range(ctl[NEXT] - 1, 0, -1):
-        slot = places[table + position] - 1
-        if slot >= 0:
-            size = slots[slot, SIZE]
-            hittable[slot] = above + size <= largest and now - written[slot, sizes * ttls] <= longest
-            above += size * _weight(slots, slot, ctl)
-    tracked = 0
+    settle(state)
+    control, slots, words = state.control[0], state.slots, state.masks.shape[1]
+    capacity, most, most_records = len(slots), len(slots) * 7 // 8, len(state.written) * 7 // 8
+    longest, oldest = state.ttls[-1], state.levels[MARKER, 0]
+    for row in range(state.levels.shape[1]):
+        oldest = min(oldest, state.levels[MARKER, row])
+    least = _least_heat(state)
+    tracked, recorded, reweighted = 0, 0, False
+    _mark_used(state)
     for slot in range(capacity):
-        # Keys of this window and of the last one are kept in any case: entropy and drift are made of them.
-        keep[slot] = keep[slot] and (hittable[slot] or slots[slot, COUNT] > 0 or slots[slot, BEFORE] > 0)
-        if keep[slot] and slots[slot, HOT] and 4 * _heat(slots[slot, HASH], 0, ctl, heat) < _least_heat(slots, ctl):
-            slots[slot, HOT] = 0
-            ctl[HOT_KEYS] -= 1
-            keep[slot] = _sampled(slots[slot, HASH], ctl)
-        tracked += keep[slot]
-    if tracked > capacity * 3 // 4:
+        entry = slots[slot]
+        if not entry.keep:
+            continue
+        mixed = mix64(entry.name ^ control.salt)
+        # Keys of this window and of the last one are kept in any case: entropy and drift are made of them. What is too old is so
+        # from the log's beginning on, so that dropping it changes no distance.
+        hittable = entry.position >= oldest and now - entry.last <= longest
+        entry.keep = hittable or entry.count > 0 or entry.before > 0
+        if entry.keep and entry.hot and 4 * _warmer(state, mixed, 0) < least:
+            entry.hot = 0
+            control.hot -= 1
+            reweighted = True
+            entry.keep = mixed <= control.limit
+        if entry.keep:
+            entry.cost = 0
+            record = np.int64(entry.record)
+            while record != 0:
+                entry.cost += 1
+                record = np.int64(state.records[record, words])
+            tracked += 1
+            recorded += entry.cost
+    if tracked > most or recorded > most_records:
+        reweighted = True
         for slot in range(capacity):
-            if keep[slot] and not slots[slot, HOT] and 2 * ctl[HOT_KEYS] < capacity:
-                slots[slot, HOT] = _heat(slots[slot, HASH], 0, ctl, heat) >= _least_heat(slots, ctl)
-                ctl[HOT_KEYS] += slots[slot, HOT]
-    while tracked > capacity * 3 // 4:
-        ctl[SHIFT] += 1
-        tracked = 0
+            entry = slots[slot]
+            if entry.keep and not entry.hot and control.hot < control.most_hot:
+                entry.hot = _warmer(state, mix64(entry.name ^ control.salt), 0) >= least
+                control.hot += entry.hot
+    while (tracked > most or recorded > most_records) and tracked > control.hot:
+        control.multiple += max(control.multiple // 8, 1)
+        set_rate(state)
+        tracked, recorded = 0, 0
         for slot in range(capacity):
-            keep[slot] = keep[slot] and (slots[slot, HOT] == 1 or _sampled(slots[slot, HASH], ctl))
-            tracked += keep[slot]
-    _rebuild(slots, keep, places, tree, ctl)
+            entry = slots[slot]
+            entry.keep = entry.keep and (entry.hot or mix64(entry.name ^ control.salt) <= control.limit)
+            if entry.keep:
+                tracked += 1
+                recorded += entry.cost
+    if recorded > most_records:
+        # Few keys with many records: those are then taken for written at their last access.
+        for slot in range(capacity):
+            if slots[slot].keep and slots[slot].cost > RECORDS_PER_KEY:
+                _free_records(state, slot)
+    _rebuild(state)
+    if reweighted:
+        _mark_anew(state)
 
 
-@njit(cache=True)
-def _age(now: float, slots: Ints, written: Floats, places: Places, tree: Ints, ctl: Ints, grid: Floats, heat: Places) -> None:
+@_compiled
+def _age(state: State, now: float) -> None:
     """Halve the sketch, so that it says what is hot lately."""
-    for cell in range(len(heat)):
-        heat[cell] >>= 1
-    ctl[COUNTED] //= 2
-    if 4 * ctl[HOT_KEYS] > len(slots):
-        _make_room(now, slots, written, places, tree, ctl, grid, heat)
+    sketch, control = state.sketch, state.control[0]
+    for row in range(2):
+        for cell in range(sketch.shape[1]):
+            sketch[row, cell] >>= 1
+    control.counted //= 2
+    if 2 * control.hot > control.most_hot:
+        _make_room(state, now)
 
 
-@njit(f"void(uint64, int64, float64, {_STATE})", cache=True)
-def access(
-    key: int,
-    size: int,
-    now: float,
-    slots: Ints,
-    written: Floats,
-    places: Places,
-    tree: Ints,
-    sums: Floats,
-    ctl: Ints,
-    grid: Floats,
-    heat: Places,
-) -> None:
+@_compiled
+def _find(state: State, name: np.uint64, mixed: np.uint64) -> int:
+    """Return the slot of a key, -1 if it is not tracked."""
+    table, slots = state.table, state.slots
+    mask = len(table) - 1
+    cell = np.int64(mixed) & mask
+    slot: int = table[cell] - 1
+    while slot >= 0 and slots[slot].name != name:
+        cell = (cell + 1) & mask
+        slot = table[cell] - 1
+    return slot
+
+
+@_compiled
+def _track(state: State, name: np.uint64, mixed: np.uint64) -> int:
+    """Give a free slot to a key."""
+    table, control = state.table, state.control[0]
+    mask = len(table) - 1
+    cell = np.int64(mixed) & mask
+    while table[cell] != 0:
+        cell = (cell + 1) & mask
+    slot: int = control.free_slot - 1
+    control.free_slot = state.slots[slot].next_free
+    control.tracked += 1
+    table[cell] = slot + 1
+    state.slots[slot].name = name
+    return slot
+
+
+@_compiled
+def _add_stale(state: State, block: int, word: int, cells: np.uint64, amount: float) -> None:
+    """Add to the stale hits of the settings in one word."""
+    sums, row, begin = state.sums, 2 * block + 1, 64 * word
+    for bit in range(min(64, sums.shape[1] - begin)):
+        sums[row, begin + bit] += amount if (cells >> np.uint64(bit)) & _ONE else 0.0
+
+
+@_compiled
+def _look_up(state: State, slot: int, name: np.uint64, now: float, counted: int) -> None:
+    """Find which settings the access hits (``counted``: 0 in the sample, 1 of a hot key, -1 not), and let the others write."""
+    control, entry, masks, records = state.control[0], state.slots[slot], state.masks, state.records
+    rows, columns, words = state.levels.shape[1], len(state.ttls), state.masks.shape[1]
+    ttls, first_column = state.ttls, 2 * rows + 1
+    resident, hits, unnamed = first_column + columns + 1, first_column + columns + 2, first_column + columns + 3
+    life = 1.0 - control.jitter * (mix64(name ^ _JITTER) / 2.0**64)
+    half_life = control.half_life
+    weight = 1.0 if counted == 1 else control.weight
+    for word in range(words):
+        masks[hits, word] = _ZERO
+        masks[unnamed, word] = masks[first_column, word]
+    fresh = 0
+    for column in range(columns):
+        fresh += now - entry.last > ttls[column] * life
+    expired = fresh
+    previous, record = np.int64(0), np.int64(entry.record)
+    while record != 0:
+        after = np.int64(records[record, words])
+        age = now - state.written[record, words + 1]
+        expired = 0
+        for column in range(columns):
+            expired += age > ttls[column] * life
+        left = _ZERO
+        for word in range(words):
+            masks[unnamed, word] &= ~records[record, word]
+            kept = records[record, word] & masks[resident, word] & masks[first_column + expired, word]
+            records[record, word] = kept
+            masks[hits, word] |= kept
+            left |= kept
+        if left == _ZERO:
+            if previous:
+                records[previous, words] = after
+            else:
+                entry.record = after
+            records[record, words] = control.free_record
+            control.free_record = record
+            control.recorded -= 1
+        else:
+            previous = record
+            if half_life < math.inf and counted >= 0:
+                amount = weight * (1.0 - 0.5 ** (age / half_life))
+                for word in range(words):
+                    _add_stale(state, counted, word, records[record, word], amount)
+        record = after
+    age = now - entry.last
+    left = _ZERO
+    for word in range(words):
+        kept = masks[unnamed, word] & masks[resident, word] & masks[first_column + fresh, word]
+        masks[unnamed, word] = kept
+        masks[hits, word] |= kept
+        left |= kept
+    if left != _ZERO:
+        if half_life < math.inf and counted >= 0:
+            amount = weight * (1.0 - 0.5 ** (age / half_life))
+            for word in range(words):
+                _add_stale(state, counted, word, masks[unnamed, word], amount)
+        record = np.int64(control.free_record)
+        if age > 0.0:
+            control.free_record = np.int64(records[record, words])
+            control.recorded += 1
+            state.written[record, words + 1] = entry.last
+            for word in range(words):
+                records[record, word] = masks[unnamed, word]
+            records[record, words] = entry.record
+            entry.record = record
+    if counted >= 0:
+        for word in range(words):
+            carry, plane = masks[hits, word], 0
+            while carry != _ZERO:
+                held = state.planes[counted, plane, word]
+                state.planes[counted, plane, word] = held ^ carry
+                carry &= held
+                plane += 1
+
+
+@_compiled
+def _evict(state: State, row: int) -> None:
+    """Move one size's marker on while what it holds exceeds the budget."""
+    control, levels = state.control[0], state.levels
+    held, budget, marker = levels[HELD, row], levels[BUDGET, row], np.int64(levels[MARKER, row])
+    while held > budget and marker < control.next:
+        size = abs(state.sizes[marker])
+        if size <= budget:
+            weighted = size if state.sizes[marker] < 0.0 else size * control.weight
+            # An entry stands for others before it, but for its own fit only its own bytes count.
+            if held - weighted + size <= budget:
+                break
+            held -= weighted
+        marker += 1
+    levels[EVICTED, row] = 1.0
+    levels[HELD, row], levels[MARKER, row] = held, marker
+
+
+@_compiled
+def _access(state: State, key: np.uint64, size: float, now: float) -> None:
     """Account for one access to ``key``, whose entry has ``size`` bytes, at time ``now``."""
-    sizes, ttls, table = ctl[N_SIZES], ctl[N_TTLS], ctl[TABLE]
-    cells = sizes * ttls
-    sums[4 * cells + REQUESTS] += 1.0
-    name = np.uint64(key)
-    mixed = mix64(name ^ np.uint64(ctl[SALT]))
-    ctl[COUNTED] += 1
-    if ctl[COUNTED] >= 16 * len(slots):
-        _age(now, slots, written, places, tree, ctl, grid, heat)
-    accesses = _heat(mixed, 1, ctl, heat)
-    sampled = _sampled(mixed, ctl)
-    hot = ctl[SHIFT] > 0 and accesses >= _least_heat(slots, ctl) and 2 * ctl[HOT_KEYS] < len(slots)
-
-    cell = np.int64(mixed) & (table - 1)
-    slot = places[cell] - 1
-    while slot >= 0 and slots[slot, NAME] != np.int64(name):
-        cell = (cell + 1) & (table - 1)
-        slot = places[cell] - 1
+    control, slots, levels, masks = state.control[0], state.slots, state.levels, state.masks
+    control.requests += 1.0
+    mixed = mix64(key ^ control.salt)
+    control.counted += 1
+    if control.counted >= 16 * len(slots):
+        _age(state, now)
+    heat = _warmer(state, mixed, 1)
+    sampled = mixed <= control.limit
+    hot = control.multiple > UNIT and control.hot < control.most_hot and heat >= _least_heat(state)
+    slot = _find(state, key, mixed)
     if slot < 0:
         if not (sampled or hot):
             return
-        if ctl[TRACKED] == len(slots):
-            _make_room(now, slots, written, places, tree, ctl, grid, heat)
-            sampled = _sampled(mixed, ctl)
-            if not (sampled or hot):
+        if control.free_slot == 0:
+            _make_room(state, now)
+            sampled = mixed <= control.limit
+            hot = hot and control.hot < control.most_hot
+            if control.free_slot == 0 or not (sampled or hot):
                 return
-            cell = np.int64(mixed) & (table - 1)
-            while places[cell] != 0:
-                cell = (cell + 1) & (table - 1)
-        slot = places[table + ctl[POSITIONS] + 1 + (len(slots) - ctl[TRACKED] - 1)]
-        ctl[TRACKED] += 1
-        places[cell] = slot + 1
-        slots[slot, :] = 0
-        slots[slot, HASH] = np.int64(mixed)
-        slots[slot, NAME] = np.int64(name)
-    if ctl[NEXT] > ctl[POSITIONS]:
-        _rebuild(slots, _used(slots, places, ctl), places, tree, ctl)
+        slot = _track(state, key, mixed)
+    if control.free_record == 0:
+        _make_room(state, now)
+        slot = _find(state, key, mixed)
+        if slot < 0:
+            return
+        sampled = mixed <= control.limit
+    if control.next == len(state.log):
+        _mark_used(state)
+        _rebuild(state)
+    if control.seen + control.known == (1 << PLANES) - 1:
+        settle(state)
 
     # A key that is neither hot nor in the sample is on its way to become hot: nothing is known of its past, so it counts from the
     # next access on, and this one is left to the sample.
-    weight, block = 0.0, 0
-    if slots[slot, HOT]:
-        weight, block = 1.0, 2 * cells
-        sums[4 * cells + CERTAIN] += 1.0
-    elif sampled:
-        weight = float(np.int64(1) << ctl[SHIFT])
-        sums[4 * cells + SAMPLED] += weight
-    slots[slot, COUNT] += 1
-    position = slots[slot, POSITION]
-    first = sizes
+    entry = slots[slot]
+    counted = 1 if entry.hot else 0 if sampled else -1
+    if counted == 1:
+        control.known += 1
+    elif counted == 0:
+        control.seen += 1
+    entry.count += 1
+    rows, words = levels.shape[1], state.masks.shape[1]
+    position = entry.position
     if position > 0:
-        distance = _sum_to(tree, ctl[NEXT] - 1) - _sum_to(tree, position) + slots[slot, SIZE]
-        first = 0
-        while first < sizes and distance > grid[first]:
-            first += 1
-        _add(tree, position, -slots[slot, SIZE] * _weight(slots, slot, ctl))
-        places[table + position] = 0
+        before = entry.size
+        weighted = before if entry.hot else before * control.weight
+        resident = 2 * rows + len(state.ttls) + 2
+        smallest, holding = rows, 0
+        for row in range(rows):
+            holds = (position >= levels[MARKER, row]) & (before <= levels[BUDGET, row])
+            levels[HELD, row] -= weighted if holds else 0.0
+            smallest = min(smallest, row if holds else rows)
+            holding += holds
+        for word in range(words):
+            masks[resident, word] = masks[rows + smallest, word]
+        if holding < rows - smallest:
+            # A larger size need not hold what a smaller one does: it stores entries that the smaller one turns away.
+            for row in range(smallest, rows):
+                if not position >= levels[MARKER, row]:
+                    for word in range(words):
+                        masks[resident, word] &= ~masks[row, word]
+        state.log[position] = 0
+        state.sizes[position] = 0.0
+        if holding:
+            _look_up(state, slot, key, now, counted)
+        else:
+            _free_records(state, slot)
+    if hot and not entry.hot:
+        entry.hot = 1
+        control.hot += 1
+    entry.size, entry.last, entry.position = size, now, control.next
+    state.log[control.next] = slot + 1
+    state.sizes[control.next] = -size if entry.hot else size
+    control.next += 1
+    weighted = size if entry.hot else size * control.weight
+    over = 0
+    for row in range(rows):
+        levels[HELD, row] += weighted if size <= levels[BUDGET, row] else 0.0
+        over += levels[HELD, row] > levels[BUDGET, row]
+    if over:
+        for row in range(rows):
+            if levels[HELD, row] > levels[BUDGET, row]:
+                _evict(state, row)
 
-    for setting in range(first * ttls):
-        written[slot, setting] = now
-    if first < sizes:
-        half_life = grid[sizes + ttls]
-        life = 1.0 - grid[sizes + ttls + 1] * (mix64(name ^ _JITTER) / 2.0**64)
-        known_age, stale = -1.0, 0.0
-        for row in range(first, sizes):
-            for column in range(ttls):
-                setting = row * ttls + column
-                age = now - written[slot, setting]
-                if age > grid[sizes + column] * life:
-                    written[slot, setting] = now
-                else:
-                    sums[block + setting] += weight
-                    if half_life < math.inf:
-                        if age != known_age:
-                            known_age, stale = age, 1.0 - 0.5 ** (age / half_life)
-                        sums[block + cells + setting] += weight * stale
 
-    if hot and not slots[slot, HOT]:
-        slots[slot, HOT] = 1
-        ctl[HOT_KEYS] += 1
-    position = ctl[NEXT]
-    ctl[NEXT] = position + 1
-    slots[slot, SIZE] = size
-    slots[slot, POSITION] = position
-    written[slot, cells] = now
-    places[table + position] = slot + 1
-    _add(tree, position, size * _weight(slots, slot, ctl))
-
-
-@njit(f"void(uint64[::1], int64[::1], float64[::1], {_STATE})", cache=True)
-def access_many(
-    keys: npt.NDArray[np.uint64],
-    entry_sizes: Ints,
-    times: Floats,
-    slots: Ints,
-    written: Floats,
-    places: Places,
-    tree: Ints,
-    sums: Floats,
-    ctl: Ints,
-    grid: Floats,
-    heat: Places,
-) -> None:
+@_compiled
+def access_many(state: State, keys: Words, sizes: npt.NDArray[np.int64], times: Floats) -> None:
     """Account for many accesses in order of time."""
+    if len(keys) and math.isnan(state.control[0].start):
+        state.control[0].start = times[0]
+    if len(keys):
+        state.control[0].now = times[-1]
     for row in range(len(keys)):
-        access(keys[row], entry_sizes[row], times[row], slots, written, places, tree, sums, ctl, grid, heat)
+        _access(state, keys[row], max(np.float64(sizes[row]), 0.0), times[row])
 
 
-@njit("void(int64[:,::1], int32[::1], int64[::1], int64[::1])", cache=True)
-def forget(slots: Ints, places: Places, tree: Ints, ctl: Ints) -> None:
-    """Empty every setting's virtual cache; the windows' counts stay."""
-    table = ctl[TABLE]
-    for position in range(1, ctl[NEXT]):
-        slot = places[table + position] - 1
+@_compiled
+def forget(state: State) -> None:
+    """Empty every setting's virtual cache; the window's counts stay."""
+    for position in range(1, state.control[0].next):
+        slot = state.log[position] - 1
         if slot >= 0:
-            slots[slot, POSITION] = 0
-        places[table + position] = 0
-    tree[:] = 0
-    ctl[NEXT] = 1
+            state.slots[slot].position = 0
+            _free_records(state, slot)
+        state.log[position] = 0
+        state.sizes[position] = 0.0
+    for row in range(state.levels.shape[1]):
+        state.levels[HELD, row], state.levels[MARKER, row], state.levels[EVICTED, row] = 0.0, 1.0, 1.0
+    state.control[0].next = 1
