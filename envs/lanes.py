@@ -18,7 +18,7 @@ from envs.action import limit_step_batch, residual_batch
 from envs.knob_batch import Floats, SpaceBatch, put_lanes, to_array, to_knobs
 from envs.objective import CostBatch, PriceBatch
 from envs.observation import Observation, ObservationBatch, Observations
-from envs.signal_batch import SIGNAL_ROW, SIGNALS, SignalBatch
+from envs.signal_batch import SIGNALS, SignalBatch
 from envs.simulator import CacheSimulator
 from envs.simulator.batch import BatchWindow, SimulatorBatch
 from envs.smoothing import Place, window_regret
@@ -191,10 +191,9 @@ class Lanes:
     def _take(self, window: BatchWindow) -> None:
         """Observe a window on both sides."""
         signals = SignalBatch.of(window.columns, self._grid, window.ghost_hits, window.ghost_stale, window.ghost_requests)
-        values = signals.values
-        values[SIGNAL_ROW["regret"]] = window_regret(signals, Place.of(self._grid, self._knobs), self._prices)
-        values[self._hidden] = math.nan
-        observed = self._builder.build(signals.overlaid(values), self._knobs)
+        place = Place.of(self._grid, self._knobs)
+        regret = window_regret(signals, place, self._prices)
+        observed = self._builder.build(signals.shown(regret, self._hidden), self._knobs, place)
         self._observations = observed
         self._anchors, self._has_anchor = observed.anchors, observed.has_anchor
         self._seen: list[tuple[Observations, dict[str, Floats], int]] = [

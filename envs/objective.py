@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from envs.curve_kernel import settings_cost
 from envs.price_book import default_book
 
 Floats = npt.NDArray[np.float64]
@@ -257,13 +258,10 @@ def grid_cost_batch(
         per_hit = misses.hit_latency * prices.latency_second
         hours = duration * prices.time_scale / 3600.0
         memory = sizes / GIB * (hours * prices.memory_gib_hour / requests)[:, None]
-        # Of a miss everywhere: what each hit saves, what its staleness costs, and the memory. In place: the grids of many lanes
-        # are the largest arrays of a step.
-        cost = np.minimum(hits / requests[:, None, None], 1.0)
-        np.maximum(cost, 0.0, out=cost)
-        cost *= (1000.0 * (per_hit - per_miss))[:, None, None]
-        cost += stale_hits * (1000.0 * prices.stale_answer / requests)[:, None, None]
-        cost += (1000.0 * (memory + per_miss[:, None]))[:, :, None]
+        of_size = 1000.0 * (memory + per_miss[:, None])
+        per_stale = 1000.0 * prices.stale_answer / requests
+    cost = np.empty(hits.shape)
+    settings_cost(hits, stale_hits, requests, of_size, 1000.0 * (per_hit - per_miss), per_stale, cost)
     return cost
 
 

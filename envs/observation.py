@@ -312,17 +312,18 @@ class ObservationBatch:
         for name in ("_clock_origin", "_steps", "_since_change"):
             getattr(self, name)[lanes] = getattr(other, name)
 
-    def build(self, signals: SignalBatch, knobs: Floats) -> Observations:
+    def build(self, signals: SignalBatch, knobs: Floats, place: Place | None = None) -> Observations:
         """Return the observations after one more window.
 
         Args:
             signals: The windows' signals.
             knobs: The knobs that were applied during the window and are applied now, shape (E, 3).
+            place: Where on the signals' grids the knobs are, if it is known already.
         """
         with np.errstate(all="ignore"):
-            return self._build(signals, knobs)
+            return self._build(signals, knobs, place or Place.of(signals.grid, knobs))
 
-    def _build(self, signals: SignalBatch, knobs: Floats) -> Observations:
+    def _build(self, signals: SignalBatch, knobs: Floats, place: Place) -> Observations:
         steps = self._spaces.to_steps(knobs)
         first = np.isnan(self._steps[:, 0])
         moved = np.where(first, 0.0, distance(steps, self._steps))
@@ -333,7 +334,7 @@ class ObservationBatch:
 
         raw = np.full((len(COMPONENTS), len(knobs)), NAN)
         self._from_signals(raw, signals, knobs, cost)
-        current_cost = self._from_curves(raw, signals, readings, knobs, steps)
+        current_cost = self._from_curves(raw, signals, readings, place, steps)
         raw[[_INDEX["size"], _INDEX["ttl"], _INDEX["warmup"]]] = (steps / self._spaces.scale).T
         raw[_INDEX["since_change"]] = self._since_change
         vectors, valid = _normalise(raw)
@@ -382,9 +383,8 @@ class ObservationBatch:
         ):
             raw[_INDEX[name]] = values
 
-    def _from_curves(self, raw: Floats, signals: SignalBatch, readings: CurveReadings, knobs: Floats, steps: Floats) -> Floats:
+    def _from_curves(self, raw: Floats, signals: SignalBatch, readings: CurveReadings, place: Place, steps: Floats) -> Floats:
         """Fill in what the curves say; return the predicted cost at the current size and TTL, shape (E,)."""
-        place = Place.of(readings.grid, knobs)
         costs, best = readings.costs, readings.best_cost
         hits = readings.hits.reshape(-1).take(place.corners) / readings.requests
         predicted = place.blend(np.minimum(np.maximum(hits, 0.0), 1.0))

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from envs.curve_kernel import bounded
 from envs.knob_batch import Floats, Grid
 from envs.objective import UsageBatch
 from envs.signals import NAN, ArmSignals
@@ -93,26 +94,44 @@ class SignalBatch:
         window = self["window"]
         good = (self.ghost_requests > 1e-3) & (self.ghost_requests < ABSURD) & (window > 0) & (window < ABSURD)
         for cells in (self.hits, self.stale_hits):
-            flat = cells.reshape(len(cells), -1)
-            # A NaN makes the least and the greatest NaN, and every comparison with it False.
-            good &= (flat.min(axis=1) >= 0.0) & (flat.max(axis=1) < ABSURD)
+            bounded(cells, ABSURD, good)
         usable: npt.NDArray[np.bool_] = good
         return usable
 
     @cached_property
-    def curves(self) -> tuple[Floats, Floats]:
-        """``hits`` and ``stale_hits``, all zeros in lanes that are not :attr:`usable`."""
-        if self.usable.all():
-            return self.hits, self.stale_hits
-        mask = self.usable[:, None, None]
-        return np.where(mask, self.hits, 0.0), np.where(mask, self.stale_hits, 0.0)
+    def amounts(self) -> tuple[npt.NDArray[np.bool_], Floats]:
+        """Where each window tells what hits and misses are like, and what it adds to the sums of it, both of shape (9, E).
 
-    def overlaid(self, values: Floats) -> SignalBatch:
-        """Return the same curves with other ``values``; what is known of the curves is not computed again."""
+        The sums: the curve's requests, seconds; misses, their prompt tokens, their completion tokens; misses again, their
+        seconds; hits, their seconds. Each row stands beside those that it is divided by: not every window tells all of it.
+        """
+        with np.errstate(all="ignore"):
+            misses = self["requests"] * (1.0 - self["hit_ratio"])
+            hits = self["requests"] * self["hit_ratio"]
+            added = np.stack(
+                [
+                    self.ghost_requests, self["window"], misses, self["input_tokens"], self["output_tokens"],
+                    misses, misses * self["miss_latency"], hits, hits * self["hit_latency"],
+                ]
+            )  # fmt: skip
+            some_misses, some_hits = (misses > 0) & (misses < ABSURD), (hits > 0) & (hits < ABSURD)
+            clean = self.clean
+            tokens = some_misses & (clean["input_tokens"] >= 0) & (clean["output_tokens"] >= 0)
+            missed, found = some_misses & (clean["miss_latency"] >= 0), some_hits & (clean["hit_latency"] >= 0)
+        return np.stack([self.usable, self.usable, tokens, tokens, tokens, missed, missed, found, found]), added
+
+    def shown(self, regret: Floats, hidden: npt.NDArray[np.bool_]) -> SignalBatch:
+        """Return the signals as a policy may see them; what is known of hits, misses and curves is not computed again.
+
+        Args:
+            regret: The windows' regret, shape (E,).
+            hidden: Signals to take away, in the order of :data:`SIGNALS`, shape (len(SIGNALS), E); none that a price depends on.
+        """
+        values = self.values.copy()
+        values[SIGNAL_ROW["regret"]] = regret
+        values[hidden] = NAN
         other = SignalBatch(values, self.grid, self.hits, self.stale_hits, self.ghost_requests)
-        # The window's length is one of the values that the curves' use depends on.
-        if np.array_equal(values[SIGNAL_ROW["window"]], self["window"]):
-            other.__dict__.update({name: self.__dict__[name] for name in ("usable", "curves") if name in self.__dict__})
+        other.__dict__.update(usable=self.usable, amounts=self.amounts)
         return other
 
     def usage(self, budget_bytes: Floats, change_steps: Floats) -> UsageBatch:

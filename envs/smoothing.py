@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from envs.curve_kernel import cheapest, smooth
 from envs.knob_batch import Floats, Grid, put_lanes, to_array
 from envs.objective import MissBatch, PriceBatch, Prices, grid_cost_batch
-from envs.signal_batch import ABSURD, SignalBatch, curve_of
+from envs.signal_batch import SignalBatch, curve_of
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs
@@ -18,7 +19,7 @@ from serving.knobs import Knobs
 Indices = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
-# rows of the sums
+# rows of the sums, in the order of SignalBatch.amounts
 (
     _REQUESTS, _DURATION, _TOKEN_MISSES, _INPUT, _OUTPUT, _LATENCY_MISSES, _MISS_SECONDS, _LATENCY_HITS, _HIT_SECONDS, _SUMS,
 ) = range(10)  # fmt: skip
@@ -135,12 +136,9 @@ class CurveSmootherBatch:
         usable = signals.usable
         self._missing = np.where(usable, 0, self._missing + 1)
         self._started = self._started | usable
-        hits, stale = signals.curves
-        keep, take = np.where(usable, 1.0 - self._weight, 1.0), np.where(usable, self._weight, 0.0)
-        for kept, new in ((self._hits, hits), (self._stale, stale)):
-            kept *= keep[:, None, None]
-            kept += take[:, None, None] * new
-        known, amounts = _amounts(signals)
+        smooth(self._hits, signals.hits, usable, self._weight)
+        smooth(self._stale, signals.stale_hits, usable, self._weight)
+        known, amounts = signals.amounts
         self._sums = np.where(known, (1.0 - self._weight) * self._sums + self._weight * amounts, self._sums)
         return self._read(signals)
 
@@ -172,9 +170,8 @@ class CurveSmootherBatch:
         )  # fmt: skip
         finite, row, column, best_cost = _cheapest(costs)
         valid = self._started & (self._missing <= self._patience) & priced & finite
-        hits, stale = signals.curves
         last_costs = grid_cost_batch(
-            hits, stale, self._grid.sizes, requests=signals.ghost_requests, duration=signals["window"],
+            signals.hits, signals.stale_hits, self._grid.sizes, requests=signals.ghost_requests, duration=signals["window"],
             misses=misses, prices=self._prices,
         )  # fmt: skip
         last_finite, last_row, last_column, _ = _cheapest(last_costs)
@@ -234,12 +231,12 @@ def window_regret(signals: SignalBatch, place: Place, prices: PriceBatch) -> Flo
     Returns:
         Shares >= 0, shape (E,); NaN where a curve or a price is missing.
     """
-    known, amounts = _amounts(signals)
+    known, amounts = signals.amounts
     priced, misses = _misses(np.where(known, amounts, 0.0))
-    hits, stale = signals.curves
     costs = grid_cost_batch(
-        hits, stale, signals.grid.sizes, requests=signals.ghost_requests, duration=signals["window"], misses=misses, prices=prices
-    )
+        signals.hits, signals.stale_hits, signals.grid.sizes, requests=signals.ghost_requests, duration=signals["window"],
+        misses=misses, prices=prices,
+    )  # fmt: skip
     finite, _, _, best = _cheapest(costs)
     with np.errstate(all="ignore"):
         over = np.maximum(place.read(costs) / best - 1.0, 0.0)
@@ -307,31 +304,6 @@ def _between(logs: Floats, at: Floats) -> tuple[Indices, Indices, Floats]:
     return before, after, np.divide(inside - low, high - low, out=np.zeros(len(logs)), where=high > low)
 
 
-def _amounts(signals: SignalBatch) -> tuple[Mask, Floats]:
-    """Return what one window adds to the sums, and where it is known, both of shape (sums, E)."""
-    with np.errstate(all="ignore"):
-        misses = signals["requests"] * (1.0 - signals["hit_ratio"])
-        hits = signals["requests"] * signals["hit_ratio"]
-        amounts = np.stack(
-            [
-                signals.ghost_requests,
-                signals["window"],
-                misses,
-                signals["input_tokens"],
-                signals["output_tokens"],
-                misses,
-                misses * signals["miss_latency"],
-                hits,
-                hits * signals["hit_latency"],
-            ]
-        )
-        some_misses, some_hits = (misses > 0) & (misses < ABSURD), (hits > 0) & (hits < ABSURD)
-        clean = signals.clean
-        tokens = some_misses & (clean["input_tokens"] >= 0) & (clean["output_tokens"] >= 0)
-        missed, found = some_misses & (clean["miss_latency"] >= 0), some_hits & (clean["hit_latency"] >= 0)
-    return np.stack([signals.usable, signals.usable, tokens, tokens, tokens, missed, missed, found, found]), amounts
-
-
 def _misses(sums: Floats) -> tuple[Mask, MissBatch]:
     """Return what a hit and a miss are like by the sums, shape (sums, E), and where that is known, shape (E,)."""
     priced = (sums[_TOKEN_MISSES] > 0) & (sums[_LATENCY_MISSES] > 0)
@@ -346,23 +318,15 @@ def _misses(sums: Floats) -> tuple[Mask, MissBatch]:
 
 
 def _cheapest(costs: Floats) -> tuple[Mask, Indices, Indices, Floats]:
-    """Find the cheapest setting of each lane, shape (E, S, T) in; of equals the smallest size, then the longest TTL.
-
-    A window cannot tell TTLs apart that are longer than anything in it was old. The longest then is the choice that loses
-    nothing: it does not expire what nothing speaks against.
+    """Find the cheapest setting of each lane, shape (E, S, T) in; see :func:`envs.curve_kernel.cheapest`.
 
     Returns:
         Whether all of a lane's costs are finite, row, column and cost, each of shape (E,).
     """
-    lanes, columns = np.arange(len(costs)), costs.shape[2]
-    flat = costs.reshape(len(costs), -1)
-    least = flat.min(axis=1)
-    finite = np.isfinite(least) & np.isfinite(flat.max(axis=1))
-    # The tolerance keeps rounding from deciding.
-    equals = flat <= (least + 1e-9 * np.abs(least))[:, None]
-    row = equals.argmax(axis=1) // columns
-    column = columns - 1 - equals.reshape(costs.shape)[lanes, row, ::-1].argmax(axis=1)
-    return finite, row, column, costs[lanes, row, column]
+    lanes = len(costs)
+    finite, row, column = np.empty(lanes, np.bool_), np.empty(lanes, np.intp), np.empty(lanes, np.intp)
+    cheapest(costs, finite, row, column)
+    return finite, row, column, costs[np.arange(lanes), row, column]
 
 
 def _settings(grid: Grid, row: Indices, column: Indices) -> Floats:
