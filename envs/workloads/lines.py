@@ -145,11 +145,6 @@ class Source:
         self.line += block.count(b"\n") + (not block.endswith(b"\n"))
         return first, block
 
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each line with its number, its end included; :meth:`blocks` in single lines."""
-        for first, block in self.blocks():
-            yield from enumerate(split_lines(block), start=first)
-
     def records(self, width: int) -> Iterator[tuple[int, bytes]]:
         """Yield blocks of whole records of ``width`` bytes, each with the number of its first record, from 1.
 

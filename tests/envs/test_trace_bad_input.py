@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs.workloads import TraceError, load, stream
 from envs.workloads.readers.batch import KEPT_ERRORS
@@ -146,6 +148,39 @@ def test_a_bad_line_within_quotes_is_named_by_its_last_line(tmp_path: Path) -> N
     assert caught.value.line == 5
     (key,) = set(load(files.write(tmp_path, "u.csv", text), skip_bad_lines=True).key.tolist())
     assert key
+
+
+ODD_LINES = (
+    "1,a,10", "2.5,b,0", "1e1,c,7", " 3,d, 8", "4,e", "5,f,1,1", "", "nan,g,1", "6,,1", "7,h,-1", "8,i,1e3", "9,j,x", "True,k,1",
+    "10,007,1", "11,7,1", "12,NA,5", "13,nan,5", "14,l,99999999999999999999", "15,m,1.5", "-16,n,1",
+    "2023-11-16 18:15:46,o,2", ",,", "inf,p,1",
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(st.sampled_from(ODD_LINES), max_size=25))
+def test_a_line_means_the_same_whether_read_alone_or_among_many(
+    lines: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("odd")
+    said = []
+    # A quote anywhere makes the table be read a row at a time.
+    for name, last in (("many.csv", "99,z,1"), ("alone.csv", '99,"z",1')):
+        path = files.write(folder, name, "\n".join(["time,key,size", *lines, last]) + "\n")
+        with stream(path, skip_bad_lines=True, lateness=1e12) as opened:
+            chunks = list(opened)
+        rows = [
+            (float(at), int(key), int(size))
+            for part in chunks
+            for at, key, size in zip(part.time, part.key, part.size, strict=True)
+        ]
+        bad = {(error.line, error.expected) for error in opened.first_skipped} if opened.skipped <= KEPT_ERRORS else set()
+        try:
+            first = len(load(path))
+        except TraceError as error:
+            first = -(error.line or 0)
+        said.append((rows, opened.skipped, opened.zero_sized, bad, first))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
