@@ -372,7 +372,7 @@ def _copy(keys: Places, weights: Floats, first: int, last: int, hot: Places, wei
 
 @njit(cache=True)
 def _merge_changed(state: State, count: int, lost: int) -> int:
-    """Merge ``count`` changed keys into the sorted ones, in place of the ``lost`` ones that they were; return how many there are."""
+    """Merge ``count`` changed keys into the sorted ones, in place of the ``lost`` ones they were; return how many there are."""
     hot, weight, weight_of, names, changed, gone = (
         state.hot, state.weight, state.weight_of, state.names, state.changed, state.gone
     )  # fmt: skip
