@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from envs.knob_batch import Floats, SpaceBatch, put_lanes, to_array, to_knobs
 from envs.objective import CostBatch, PriceBatch
 from envs.observation import Observation, ObservationBatch, Observations
 from envs.signal_batch import SIGNALS, SignalBatch
-from envs.simulator import CacheSimulator
+from envs.simulator import CacheSimulator, SimConfig
 from envs.simulator.batch import BatchWindow, SimulatorBatch
 from envs.smoothing import Place, window_regret
 from envs.task import Episode, Task
@@ -231,13 +231,12 @@ class Lanes:
 
 def _simulators(episodes: Sequence[Episode]) -> list[CacheSimulator]:
     """Return our caches, then the references', which share our ghosts: a ghost depends on the requests alone."""
-    ours, references = (
-        [
-            CacheSimulator(each.trace, each.config, each.initial, start=each.start, seed=each.seed)
-            for each in episodes
-        ]
-        for _ in range(2)
-    )  # fmt: skip
+    ours = [_simulator(each, each.config) for each in episodes]
+    references = [_simulator(each, replace(each.config, ghost_keys=0)) for each in episodes]
     for reference, leader in zip(references, ours, strict=True):
         reference.follow(leader)
     return [*ours, *references]
+
+
+def _simulator(episode: Episode, config: SimConfig) -> CacheSimulator:
+    return CacheSimulator(episode.trace, config, episode.initial, start=episode.start, seed=episode.seed)
