@@ -28,8 +28,9 @@ _LEAST_RATE = 1e-6
 
 _ACCESS = np.dtype([("key", "=u8"), ("size", "=i8"), ("time", "=f8")])
 _PACK = struct.Struct("=Qqd").pack_into
-_BUFFER = 256
-"""Single accesses that wait for each other: entering compiled code costs more than an access."""
+_BYTES = _ACCESS.itemsize
+_BUFFER = 256 * _BYTES
+"""Bytes of single accesses that wait for each other: entering compiled code costs more than an access."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Ghost:
         self._next: kernel.State | None = None
         self._due = math.inf
         self._kept: GhostCurve | None = None
-        self._buffer = np.zeros(_BUFFER, _ACCESS)
+        self._buffer = bytearray(_BUFFER)
         self._buffered = 0
 
     @property
@@ -181,8 +182,8 @@ class Ghost:
     @property
     def memory_bytes(self) -> int:
         """Bytes of all arrays of the ghost now; constant but for a second generation while one is being warmed up."""
-        arrays = [self._buffer, *self._state, *(self._next or ())]
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray) and array.base is None)
+        arrays = [*self._state, *(self._next or ())]
+        return len(self._buffer) + sum(int(array.nbytes) for array in arrays if array.base is None)
 
     def access(self, key: int, size: int, now: float) -> None:
         """Account for one cacheable request; it is put into a small buffer first, which every look at the ghost empties.
@@ -192,8 +193,8 @@ class Ghost:
             size: The entry's bytes, >= 0.
             now: Clock, seconds; not before that of the last access.
         """
-        _PACK(self._buffer.data, self._buffered * _ACCESS.itemsize, key, size, now)
-        self._buffered += 1
+        _PACK(self._buffer, self._buffered, key, size, now)
+        self._buffered += _BYTES
         if self._buffered == _BUFFER:
             self._drain()
 
@@ -240,7 +241,7 @@ class Ghost:
         self._drain()
         twin = object.__new__(Ghost)
         twin.__dict__.update(self.__dict__)
-        twin._buffer = self._buffer.copy()
+        twin._buffer = bytearray(_BUFFER)
         twin._state = _copy(self._state)
         twin._next = None if self._next is None else _copy(self._next)
         return twin
@@ -251,9 +252,9 @@ class Ghost:
         return kernel.new_state(self._sizes, self._ttls, self._max_keys, salt=salt, **self._options)
 
     def _drain(self) -> None:
-        count, self._buffered = self._buffered, 0
-        if count:
-            rows = self._buffer[:count]
+        filled, self._buffered = self._buffered, 0
+        if filled:
+            rows = np.frombuffer(self._buffer, _ACCESS, filled // _BYTES)
             self._run(rows["key"].copy(), rows["size"].copy(), rows["time"].copy())
 
     def _run(self, keys: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
@@ -325,7 +326,7 @@ def _sum(fresh: GhostCurve, kept: GhostCurve, decay: float) -> GhostCurve:
 
 
 def _copy(state: kernel.State) -> kernel.State:
-    twin = kernel.State._make(array.copy() if isinstance(array, np.ndarray) else array for array in state)
+    twin = kernel.State._make(array.copy() for array in state)
     return twin._replace(written=twin.records.view(np.float64))
 
 

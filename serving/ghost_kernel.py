@@ -67,6 +67,7 @@ _LEAST_HEAT = 8
 _JITTER = np.uint64(0x7474_6C00)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_BYTE = np.uint64(255)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -457,8 +458,13 @@ def _track(state: State, name: np.uint64, mixed: np.uint64) -> int:
 def _add_stale(state: State, block: int, word: int, cells: np.uint64, amount: float) -> None:
     """Add to the stale hits of the settings in one word."""
     sums, row, begin = state.sums, 2 * block + 1, 64 * word
-    for bit in range(min(64, sums.shape[1] - begin)):
-        sums[row, begin + bit] += amount if (cells >> np.uint64(bit)) & _ONE else 0.0
+    end = min(begin + 64, sums.shape[1])
+    while cells != _ZERO:  # eight at a time: a record mostly names the settings of one or two TTLs
+        if cells & _BYTE:
+            for setting in range(begin, min(begin + 8, end)):
+                sums[row, setting] += amount if (cells >> np.uint64(setting - begin)) & _ONE else 0.0
+        cells >>= np.uint64(8)
+        begin += 8
 
 
 @_compiled
