@@ -392,7 +392,7 @@ def remarks(advice: Advice, outcomes: Mapping[Knobs, Outcome]) -> list[str]:
     found = []
     facts, knobs, grid = advice.facts, advice.recommended.knobs, advice.grid
     if knobs.cache_size == 0:
-        found.append("Under these prices no cache is the cheapest: what it saves is less than its memory costs.")
+        found.append("Under these prices no cache is the cheapest: what hits save is less than memory and outdated answers cost.")
     elif knobs.cache_size == int(grid.sizes[-1]) and int(grid.sizes[-1]) < facts.footprint:
         found.append("The recommended size is the largest that was allowed: a larger one may be cheaper still.")
     if math.isinf(advice.config.staleness_half_life) and not facts.changes:

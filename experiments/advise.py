@@ -39,6 +39,7 @@ from experiments.simulate import (
     PAST_THE_END,
     Load,
     Row,
+    stepped,
 )
 from experiments.trace_source import Progress, TraceSource, joined, left_out, no_progress, watched
 from experiments.units import InputError
@@ -230,8 +231,7 @@ class _Runner:
         def advance(until: float) -> None:
             for simulator, own in zip(simulators, batches, strict=True):
                 if until > simulator.now:
-                    begin = simulator.now
-                    own[-1].append(Row(begin, until, simulator.step(until - begin)))
+                    own[-1].append(stepped(simulator, until - simulator.now))
 
         for part in chain([first], parts):
             if part is not first:

@@ -258,7 +258,7 @@ def _heat_map(advice: Advice) -> go.Figure:
             hovertemplate=f"{name}: {escape(knob_words(knobs))}<extra></extra>",
         )
     _layout(figure, 430)
-    figure.update_layout(margin={"b": 96, "t": 34})
+    figure.update_layout(margin={"b": 96, "t": 34}, showlegend=True)
     every = _tick_step(len(grid.sizes))
     figure.update_xaxes(
         title="cache size",

@@ -86,11 +86,13 @@ class Row:
         start: Its beginning, seconds from the trace's start.
         end: Its end.
         figures: What the simulator says of it.
+        bytes: Bytes of the entries of all its requests.
     """
 
     start: float
     end: float
     figures: Window
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -278,13 +280,14 @@ def totals(rows: Sequence[Row], prices: Prices) -> Totals:
         weights = [row.figures.signals.requests for row in asked]
         return float(np.average(values, weights=weights))
 
+    asked_bytes = sum(row.bytes for row in asked)
     tiers = list(dict.fromkeys(tier for row in asked for tier in row.figures.signals.hit_ratio_by_tier))
     return Totals(
         requests=int(requests),
         seconds=sum(row.end - row.start for row in rows),
         hit_ratio=mean([row.figures.signals.hit_ratio for row in asked]),
         hit_ratio_by_tier={tier: mean([row.figures.signals.hit_ratio_by_tier.get(tier, 0.0) for row in asked]) for tier in tiers},
-        byte_hit_ratio=mean([row.figures.byte_hit_ratio for row in asked]),
+        byte_hit_ratio=sum(row.figures.byte_hit_ratio * row.bytes for row in asked) / asked_bytes if asked_bytes else math.nan,
         p50=mean([row.figures.signals.p50 for row in asked]),
         p99=mean([row.figures.signals.p99 for row in asked]),
         worst_p99=max((row.figures.signals.p99 for row in asked), default=math.nan),
@@ -358,10 +361,10 @@ def simulate(
             )
         # Requests at the very end of a chunk wait for the next one, which may begin at the same moment.
         while simulator.now + window <= last:
-            rows.append(_step(simulator, window))
+            rows.append(stepped(simulator, window))
     while not rows or not rows[-1].figures.done:
         # A window that the trace ends in is no longer than that: its memory is paid for to the end.
-        rows.append(_step(simulator, min(window, last - simulator.now + PAST_THE_END)))
+        rows.append(stepped(simulator, min(window, last - simulator.now + PAST_THE_END)))
     return Simulation(
         trace=reading.name,
         note=reading.note,
@@ -379,15 +382,16 @@ def simulate(
     )
 
 
+def stepped(simulator: CacheSimulator, seconds: float) -> Row:
+    """Run the next seconds of a trace as one window."""
+    start, first = simulator.now, simulator.position
+    figures = simulator.step(seconds)
+    return Row(start, simulator.now, figures, int(simulator.columns.size[first : simulator.position].sum(dtype=np.int64)))
+
+
 def default_window(seconds: float) -> float:
     """Return the shortest usual length that makes at most 200 windows of so many seconds."""
     return next((length for length in WINDOWS if seconds / length <= 200), max(seconds / 200, WINDOWS[-1]))
-
-
-def _step(simulator: CacheSimulator, window: float) -> Row:
-    start = simulator.now
-    figures = simulator.step(window)
-    return Row(start, simulator.now, figures)
 
 
 def _remarks(knobs: Knobs, oversized: int) -> list[str]:

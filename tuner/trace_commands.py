@@ -273,7 +273,8 @@ def progress_on(console: Console, clock: Callable[[], float] = time.monotonic) -
     try:
         yield told
     finally:
-        bar.stop()
+        if tasks:
+            bar.stop()
 
 
 def _finite(text: str, name: str) -> float:
