@@ -56,8 +56,9 @@ $(VENV)/.runtime: requirements.lock pyproject.toml | $(BIN)/python
 	$(PIP) install -qq --constraint requirements.lock --editable .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
+$(VENV)/.dev: $(VENV)/.runtime scripts/install-libcachesim.sh
 	$(PIP) install -qq --constraint requirements.lock --editable '.[dev]'
+	scripts/install-libcachesim.sh $(BIN)/python
 	touch $@
 
 clean:

@@ -4,9 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-if ! "$python" -c "import cachetools, libcachesim" 2>/dev/null; then
-  "$python" -m pip install --quiet --disable-pip-version-check --constraint requirements.lock cachetools 'libcachesim>=0.3.5'
+if ! "$python" -c "import cachetools" 2>/dev/null; then
+  "$python" -m pip install --quiet --disable-pip-version-check --constraint requirements.lock cachetools
 fi
+scripts/install-libcachesim.sh "$python"
 "$python" -c "from importlib.metadata import version; print('libcachesim', version('libcachesim')); print('cachetools', version('cachetools'))"
 if [ ! -x .peers/litellm/bin/litellm ]; then
   "$python" -m venv .peers/litellm
