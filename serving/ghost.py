@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving import ghost_kernel as kernel
+from serving.ghost_state import EVICTED, UNIT, State, new_state
 from serving.keys import mix64
 
 _MASK = (1 << 64) - 1
@@ -162,7 +163,7 @@ class Ghost:
         self._rotate_every = rotate_every
         self._generation = self._rotations = 0
         self._state = self._new_generation()
-        self._next: kernel.State | None = None
+        self._next: State | None = None
         self._due = math.inf
         self._kept: GhostCurve | None = None
         self._buffer = bytearray(_BUFFER)
@@ -172,7 +173,7 @@ class Ghost:
     def rate(self) -> float:
         """Share of the keys that is sampled now."""
         self._drain()
-        return float(kernel.UNIT / self._state.control["multiple"][0])
+        return float(UNIT / self._state.control["multiple"][0])
 
     @property
     def rotations(self) -> int:
@@ -246,10 +247,12 @@ class Ghost:
         twin._next = None if self._next is None else _copy(self._next)
         return twin
 
-    def _new_generation(self) -> kernel.State:
+    def _new_generation(self) -> State:
         salt = mix64((self._salt + self._generation * _STRIDE) & _MASK)
         self._generation += 1
-        return kernel.new_state(self._sizes, self._ttls, self._max_keys, salt=salt, **self._options)
+        state = new_state(self._sizes, self._ttls, self._max_keys, salt=salt, **self._options)
+        kernel.begin(state)
+        return state
 
     def _drain(self) -> None:
         filled, self._buffered = self._buffered, 0
@@ -273,14 +276,14 @@ class Ghost:
                 kernel.access_many(self._next, keys, sizes, times)
         kernel.access_many(self._state, keys, sizes, times)
 
-    def _is_warm(self, state: kernel.State) -> bool:
+    def _is_warm(self, state: State) -> bool:
         """Whether a younger generation may take over: it is due, and what it has not seen cannot be hit any more."""
         control = state.control[0]
         if not control["now"] >= self._due:
             return False
-        return bool(control["now"] - control["start"] > self._ttls[-1] or state.levels[kernel.EVICTED].all())
+        return bool(control["now"] - control["start"] > self._ttls[-1] or state.levels[EVICTED].all())
 
-    def _take(self, state: kernel.State) -> GhostWindow:
+    def _take(self, state: State) -> GhostWindow:
         """Return one generation's window and start a new one."""
         kernel.settle(state)
         control = state.control[0]
@@ -325,8 +328,8 @@ def _sum(fresh: GhostCurve, kept: GhostCurve, decay: float) -> GhostCurve:
     )
 
 
-def _copy(state: kernel.State) -> kernel.State:
-    twin = kernel.State._make(array.copy() for array in state)
+def _copy(state: State) -> State:
+    twin = State._make(array.copy() for array in state)
     return twin._replace(written=twin.records.view(np.float64))
 
 

@@ -134,6 +134,20 @@ def test_exact_while_the_log_is_compacted_again_and_again(seed: int, change: boo
     assert_exact(keys, entry, random.integers(0, 30, 700), sizes=np.array([400, 1_500, 2_600, 5_000]), jitter=0.2)
 
 
+def test_a_grid_of_many_settings_is_exact() -> None:
+    random = np.random.default_rng(11)
+    keys = random.integers(0, 60, 4_000).astype(np.uint64)
+    entry, times = (50 + 13 * keys).astype(np.int64), np.cumsum(random.integers(0, 9, 4_000)) / 8
+    sizes, ttls = np.arange(1, 21) * 1_300, np.geomspace(0.5, 4_000.0, 13)
+    ghost = Ghost(sizes, ttls, max_keys=2_000, staleness_half_life=20.0, ttl_jitter=0.1)
+    ghost.access_many(keys, entry, times)
+    curve = ghost.take().curve
+    for row, column in [(0, 0), (1, 11), (4, 12), (9, 4), (12, 12), (13, 0), (19, 7), (19, 12)]:
+        hits, stale = lru(keys, entry, times, int(sizes[row]), float(ttls[column]), 20.0, 0.1)
+        assert curve.hits[row, column] == hits
+        assert curve.stale_hits[row, column] == pytest.approx(stale)
+
+
 def test_dropping_what_no_setting_can_hit_keeps_every_window_exact() -> None:
     random = np.random.default_rng(3)
     new = np.arange(1_000, 5_000)
