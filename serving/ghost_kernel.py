@@ -11,13 +11,12 @@ takes a few records instead of one number per setting.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from serving.compiled import compiled
 from serving.ghost_state import BUDGET, EVICTED, HELD, MARKER, MOVED, PLANES, RECORDS_PER_KEY, UNIT, Floats, State, Words
 
 _LEAST_HEAT = 8
@@ -27,20 +26,6 @@ _JITTER = np.uint64(0x7474_6C00)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 _BYTE = np.uint64(255)
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-_OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False}
-
-
-def _compiled(function: Function) -> Function:
-    """Compile a function that allocates nothing.
-
-    Without numba's runtime for allocations (``_nrt``) arrays are not reference-counted inside: the counting took two thirds of
-    the time of an access, since a state has many arrays.
-    """
-    compiled: Function = njit(**_OPTIONS)(function)
-    return compiled
 
 
 @njit("uint64(uint64)", cache=True)
@@ -61,7 +46,7 @@ def jitter_units(keys: Words) -> Floats:
     return units
 
 
-@_compiled
+@compiled
 def set_rate(state: State) -> None:
     """Derive weight and hash limit from ``multiple``."""
     control = state.control[0]
@@ -69,7 +54,7 @@ def set_rate(state: State) -> None:
     control.limit = ~_ZERO if control.multiple == UNIT else (~_ZERO // np.uint64(control.multiple)) * np.uint64(UNIT) - _ONE
 
 
-@_compiled
+@compiled
 def _warmer(state: State, mixed: np.uint64, step: int) -> int:
     """Recent accesses by the sketch (never too few below its ceiling), after adding ``step`` (conservative update)."""
     sketch = state.sketch
@@ -83,14 +68,14 @@ def _warmer(state: State, mixed: np.uint64, step: int) -> int:
     return heat
 
 
-@_compiled
+@compiled
 def _least_heat(state: State) -> int:
     """Accesses from which on a key is hot: no more keys than slots can have so many."""
     least: int = max(_LEAST_HEAT, state.control[0].counted // len(state.slots))
     return least
 
 
-@_compiled
+@compiled
 def settle(state: State) -> None:
     """Move what the planes hold into ``sums``, at the present weight."""
     control, planes = state.control[0], state.planes
@@ -111,7 +96,7 @@ def settle(state: State) -> None:
     control.known = 0
 
 
-@_compiled
+@compiled
 def _free_records(state: State, slot: int) -> None:
     """Give back every record of a key."""
     control, words = state.control[0], state.masks.shape[1]
@@ -125,7 +110,7 @@ def _free_records(state: State, slot: int) -> None:
     state.slots[slot].record = 0
 
 
-@_compiled
+@compiled
 def _rebuild(state: State) -> None:
     """Close the gaps in the log and keep only the marked slots; markers stay between the same entries, bytes are counted anew."""
     control, slots, log, levels, table = state.control[0], state.slots, state.log, state.levels, state.table
@@ -173,7 +158,7 @@ def _rebuild(state: State) -> None:
             control.free_slot = slot + 1
 
 
-@_compiled
+@compiled
 def _mark_anew(state: State) -> None:
     """Set every marker from the bytes behind it, after the weights have changed."""
     control, levels = state.control[0], state.levels
@@ -189,7 +174,7 @@ def _mark_anew(state: State) -> None:
         levels[HELD, row], levels[MARKER, row] = held, marker
 
 
-@_compiled
+@compiled
 def _mark_used(state: State) -> None:
     """Mark the slots that are in use."""
     for slot in range(len(state.slots)):
@@ -199,7 +184,7 @@ def _mark_used(state: State) -> None:
             state.slots[state.table[cell] - 1].keep = 1
 
 
-@_compiled
+@compiled
 def _make_room(state: State, now: float) -> None:
     """Drop keys that no setting can hit any more; where that frees less than an eighth, lower the sampling rate.
 
@@ -263,7 +248,7 @@ def _make_room(state: State, now: float) -> None:
         _mark_anew(state)
 
 
-@_compiled
+@compiled
 def _age(state: State, now: float) -> None:
     """Halve the sketch, so that it says what is hot lately."""
     sketch, control = state.sketch, state.control[0]
@@ -275,7 +260,7 @@ def _age(state: State, now: float) -> None:
         _make_room(state, now)
 
 
-@_compiled
+@compiled
 def _find(state: State, name: np.uint64, mixed: np.uint64) -> int:
     """Return the slot of a key, -1 if it is not tracked."""
     table, slots = state.table, state.slots
@@ -288,7 +273,7 @@ def _find(state: State, name: np.uint64, mixed: np.uint64) -> int:
     return slot
 
 
-@_compiled
+@compiled
 def _track(state: State, name: np.uint64, mixed: np.uint64) -> int:
     """Give a free slot to a key."""
     table, control = state.table, state.control[0]
@@ -304,7 +289,7 @@ def _track(state: State, name: np.uint64, mixed: np.uint64) -> int:
     return slot
 
 
-@_compiled
+@compiled
 def _add_stale(state: State, block: int, word: int, cells: np.uint64, amount: float) -> None:
     """Add to the stale hits of the settings in one word."""
     sums, row, begin = state.sums, 2 * block + 1, 64 * word
@@ -317,7 +302,7 @@ def _add_stale(state: State, block: int, word: int, cells: np.uint64, amount: fl
         begin += 8
 
 
-@_compiled
+@compiled
 def _look_up(state: State, slot: int, name: np.uint64, now: float, counted: int) -> None:
     """Find which settings the access hits (``counted``: 0 in the sample, 1 of a hot key, -1 not), and let the others write."""
     control, entry, masks, records = state.control[0], state.slots[slot], state.masks, state.records
@@ -394,7 +379,7 @@ def _look_up(state: State, slot: int, name: np.uint64, now: float, counted: int)
                 plane += 1
 
 
-@_compiled
+@compiled
 def _evict(state: State, row: int) -> None:
     """Move one size's marker on while what it holds exceeds the budget."""
     control, levels = state.control[0], state.levels
@@ -412,7 +397,7 @@ def _evict(state: State, row: int) -> None:
     levels[HELD, row], levels[MARKER, row] = held, marker
 
 
-@_compiled
+@compiled
 def _access(state: State, key: np.uint64, size: float, now: float) -> None:
     """Account for one access to ``key``, whose entry has ``size`` bytes, at time ``now``."""
     control, slots, levels, masks = state.control[0], state.slots, state.levels, state.masks
@@ -500,7 +485,7 @@ def _access(state: State, key: np.uint64, size: float, now: float) -> None:
                 _evict(state, row)
 
 
-@_compiled
+@compiled
 def access_many(state: State, keys: Words, sizes: npt.NDArray[np.int64], times: Floats) -> None:
     """Account for many accesses in order of time."""
     if len(keys) and math.isnan(state.control[0].start):
@@ -511,7 +496,7 @@ def access_many(state: State, keys: Words, sizes: npt.NDArray[np.int64], times: 
         _access(state, keys[row], max(np.float64(sizes[row]), 0.0), times[row])
 
 
-@_compiled
+@compiled
 def forget(state: State) -> None:
     """Empty every setting's virtual cache; the window's counts stay."""
     for position in range(1, state.control[0].next):

@@ -12,8 +12,10 @@ import numpy.typing as npt
 from numba import njit, prange
 from numba.typed import List as TypedList
 
-from envs.simulator import kernel as k
+from envs.simulator import kernel
+from envs.simulator.measure import measure
 from envs.simulator.simulator import CacheSimulator
+from envs.simulator.state import SIGNALS
 from serving.knobs import Knobs
 
 Floats = npt.NDArray[np.float64]
@@ -24,12 +26,11 @@ class BatchWindow:
     """What one step of E simulators gives, by column.
 
     Attributes:
-        columns: The numeric fields of :class:`envs.signals.ArmSignals` and :data:`envs.simulator.kernel.SIGNALS`, each of shape
+        columns: The numeric fields of :class:`envs.signals.ArmSignals` and :data:`envs.simulator.state.SIGNALS`, each of shape
             (E,); NaN for what has no value.
         ghost_hits: Hits of each setting of the grid, (E, S, T); zeros for a lane without a ghost.
         ghost_stale: Expected stale hits of each setting, (E, S, T).
         ghost_requests: Requests that the curve stands for, (E,); NaN for a lane without a ghost.
-        change_steps: Distance of the knobs from the last window's, grid steps, (E,).
         done: Whether the trace has come to its end, bool, (E,).
     """
 
@@ -37,18 +38,26 @@ class BatchWindow:
     ghost_hits: Floats
     ghost_stale: Floats
     ghost_requests: Floats
-    change_steps: Floats
     done: npt.NDArray[np.bool_]
 
 
+_FEW = 4
+"""Up to so many lanes it costs more to wake other threads than to step them one after the other."""
+
+
+@njit(cache=True)
+def _room(states, columns, until: Floats, needed: npt.NDArray[np.int64]) -> None:  # type: ignore[no-untyped-def]
+    for lane in range(len(until)):
+        needed[lane] = kernel.room(states[lane], columns[lane], until[lane])
+
+
 @njit(parallel=True, cache=True)
-def _step(  # type: ignore[no-untyped-def]
-    states, columns, starts, misses, begin: Floats, until: Floats, measured: Floats
-) -> None:
+def _step(states, columns, begin: Floats, until: Floats, measured: Floats) -> None:  # type: ignore[no-untyped-def]
     for index in prange(len(begin)):
         lane = np.int64(index)  # lists want signed numbers
-        k.run(states[lane], columns[lane], starts[lane], misses[lane], begin[lane], until[lane])
-        k.measure(states[lane], misses[lane], until[lane] - begin[lane], measured[lane])
+        kernel.trim(states[lane])
+        kernel.run(states[lane], columns[lane], begin[lane], until[lane])
+        measure(states[lane], until[lane] - begin[lane], measured[lane])
 
 
 class SimulatorBatch:
@@ -94,8 +103,8 @@ class SimulatorBatch:
         self._columns[lane] = simulator.columns
 
     def apply(self, lane: int, knobs: Knobs) -> None:
-        """Put knobs into effect in one lane."""
-        self._lanes[lane].apply(knobs)
+        """Put knobs into effect in one lane; what a smaller budget evicts goes when the next step begins."""
+        self._lanes[lane].set_knobs(knobs)
 
     def step(self, durations: Floats) -> BatchWindow:
         """Run the requests that arrive in each lane's next seconds.
@@ -113,29 +122,36 @@ class SimulatorBatch:
         begin = np.array([lane.now for lane in lanes])
         until = begin + durations
         first = [lane.position for lane in lanes]
-        starts, misses = TypedList(), TypedList()
-        for lane, duration in zip(lanes, durations.tolist(), strict=True):
-            for into, array in zip((starts, misses), lane.room(duration), strict=True):
-                into.append(array)
-        measured = np.empty((len(lanes), len(k.SIGNALS)))
-        _step(self._states, self._columns, starts, misses, begin, until, measured)
+        needed = np.empty((len(lanes), 2), np.int64)
+        measured = np.empty((len(lanes), len(SIGNALS)))
+        if len(lanes) <= _FEW:
+            for index, lane in enumerate(lanes):
+                lane.make_room(*kernel.room(lane.state, lane.columns, until[index]))
+                kernel.trim(lane.state)
+                kernel.run(lane.state, lane.columns, begin[index], until[index])
+                measure(lane.state, until[index] - begin[index], measured[index])
+        else:
+            _room(self._states, self._columns, until, needed)
+            for index, (starts, misses) in enumerate(needed.tolist()):
+                if lanes[index].make_room(starts, misses):
+                    self._states[index] = lanes[index].state
+            _step(self._states, self._columns, begin, until, measured)
 
-        columns = dict(zip(k.SIGNALS, np.ascontiguousarray(measured.T), strict=True))
+        columns = dict(zip(SIGNALS, np.ascontiguousarray(measured.T), strict=True))
         columns["at"], columns["window"] = until, durations
         for name in ("entropy", "drift", "regret"):
             columns[name] = np.full(len(lanes), math.nan)
         hits, stale = np.zeros((len(lanes), *self._grid)), np.zeros((len(lanes), *self._grid))
         requests = np.full(len(lanes), math.nan)
-        change, done = np.empty(len(lanes)), np.empty(len(lanes), np.bool_)
+        done = np.empty(len(lanes), np.bool_)
         for index, lane in enumerate(lanes):
-            lane.advance(float(until[index]), starts[index])
+            lane.advance(float(until[index]))
             seen = lane.observe(first[index])
             if seen is not None:
                 hits[index], stale[index], requests[index] = seen.curve.hits, seen.curve.stale_hits, seen.curve.requests
                 columns["entropy"][index], columns["drift"][index] = seen.entropy, seen.drift
-            change[index] = lane.settle()
             done[index] = lane.position >= len(lane.columns.time)
-        return BatchWindow(columns, hits, stale, requests, change, done)
+        return BatchWindow(columns, hits, stale, requests, done)
 
     def _check(self, simulator: CacheSimulator) -> None:
         space = simulator.config.space

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from envs.simulator.kernel import Columns
+from envs.simulator.state import Columns
 from envs.workloads.trace import Trace
 from serving.ghost_kernel import mix64
 

@@ -12,8 +12,11 @@ import numpy.typing as npt
 from envs.live_signals import regret
 from envs.objective import Usage
 from envs.signals import ArmSignals
-from envs.simulator import kernel as k
+from envs.simulator import kernel
+from envs.simulator import state as k
 from envs.simulator.config import SimConfig
+from envs.simulator.hot_set import count_hot
+from envs.simulator.measure import measure
 from envs.simulator.prepared import Numberings, PreparedTrace, number, prepare
 from envs.workloads.trace import Trace
 from serving.ghost import Ghost, GhostWindow
@@ -90,7 +93,6 @@ class CacheSimulator:
         first = start if warm_from is None else warm_from
         self._now = self._time_of(first)
         self._state = _new_state(self._prepared, config, trace, first, self._now)
-        self._waiting: npt.NDArray[np.float64] = np.empty(0)
         self._ghost = (
             Ghost(
                 config.space.sizes,
@@ -146,13 +148,17 @@ class CacheSimulator:
         Returns:
             Entries evicted from the store.
         """
+        self.set_knobs(knobs)
+        return int(kernel.trim(self._state))
+
+    def set_knobs(self, knobs: Knobs) -> None:
+        """Put knobs into effect, but leave it to the next step to evict: for :class:`envs.simulator.batch.SimulatorBatch`."""
         self._knobs = knobs
         params = self._state.params
         params[k.BUDGET] = knobs.cache_size
         params[k.MEMORY_BUDGET] = int(knobs.cache_size * self.config.l1_share)
         params[k.TTL] = knobs.ttl
         params[k.WARMUP] = knobs.warmup_ratio
-        return int(k.trim(self._state))
 
     def flush(self) -> int:
         """Remove every entry; the hot set stays, so that warm-up can bring back what is hot.
@@ -162,7 +168,7 @@ class CacheSimulator:
         """
         if self._ghost is not None:
             self._ghost.flush()
-        return int(k.empty(self._state))
+        return int(kernel.empty(self._state))
 
     def follow(self, leader: CacheSimulator) -> None:
         """Take the ghost's windows from another simulator from now on, which is stepped first and by the same durations.
@@ -192,7 +198,7 @@ class CacheSimulator:
                 f"simulator: extend: match_probability: expected {self.trace.match_probability} as before, "
                 f"got {more.match_probability}"
             )
-        k.count_hot(state, columns)
+        count_hot(state, columns)
         if self._own is None:
             self._own = self._prepared.numberings.copy()
         added = number(more, self._own)
@@ -229,13 +235,12 @@ class CacheSimulator:
         """
         if not 0 < duration < math.inf:
             raise ValueError(f"simulator: duration: expected finite seconds > 0, got {duration!r}")
-        first = self.position
-        starts, misses = self.room(duration)
-        until = self._now + duration
-        k.run(self._state, self._prepared.columns, starts, misses, self._now, until)
+        first, until = self.position, self._now + duration
+        self.make_room(*kernel.room(self._state, self._prepared.columns, until))
+        kernel.run(self._state, self._prepared.columns, self._now, until)
         measured = np.empty(len(k.SIGNALS))
-        k.measure(self._state, misses, duration, measured)
-        self.advance(until, starts)
+        measure(self._state, duration, measured)
+        self.advance(until)
         seen = self.observe(first)
         return self._window(duration, dict(zip(k.SIGNALS, measured.tolist(), strict=True)), seen)
 
@@ -244,7 +249,6 @@ class CacheSimulator:
         twin = object.__new__(CacheSimulator)
         twin.__dict__.update(self.__dict__)
         twin._state = k.State._make(array.copy() for array in self._state)
-        twin._waiting = self._waiting.copy()
         twin._ghost = None if self._ghost is None else self._ghost.clone()
         twin._own = None if self._own is None else self._own.copy()
         return twin
@@ -261,17 +265,19 @@ class CacheSimulator:
         """What the kernel reads."""
         return self._prepared.columns
 
-    def room(self, duration: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Return the arrays that the kernel needs for a window: calls that wait (and may come to), latencies of misses."""
+    def make_room(self, starts: int, misses: int) -> bool:
+        """See that the kernel has room for so many calls that wait, and misses; whether :attr:`state` is another now."""
         state = self._state
-        count = max(int(np.searchsorted(self.columns.time, self._now + duration, side="left")) - self.position, 0)
-        # Room for every call that may come to wait: one per request, and as many refreshes as the token bucket allows.
-        refreshes = math.ceil(state.params[k.BURST] + state.params[k.REFRESH_RATE] * (duration + state.params[k.PERIOD])) + 1
-        return np.concatenate([self._waiting, np.empty(count + refreshes)]), np.empty(count)
+        if starts <= len(state.starts) and misses <= len(state.misses):
+            return False
+        # Half as much again, so that windows of about the same length seldom need more.
+        self._state = state._replace(
+            starts=_longer(state.starts, starts + starts // 2), misses=np.empty(max(len(state.misses), misses + misses // 2))
+        )
+        return True
 
-    def advance(self, until: float, starts: npt.NDArray[np.float64]) -> None:
+    def advance(self, until: float) -> None:
         """Note that the kernel has run up to ``until``."""
-        self._waiting = starts[: self._state.ints[k.PENDING]].copy()
         self._now = until
 
     def observe(self, first: int) -> GhostWindow | None:
@@ -299,7 +305,7 @@ class CacheSimulator:
             self._seen = self._ghost.take()
         return self._seen
 
-    def settle(self) -> float:
+    def _settle(self) -> float:
         """Return the distance of the knobs from those of the last window, grid steps, and take them as that window's."""
         if self._knobs is self._priced:
             return 0.0
@@ -336,9 +342,10 @@ class CacheSimulator:
             ghost=seen.curve if seen else None,
             **known,
         )
-        usage = signals.usage(self._knobs.cache_size, self.settle())
+        usage = signals.usage(self._knobs.cache_size, self._settle())
         self._refreshes = int(refreshes)
-        signals = replace(signals, regret=regret(signals, self._knobs, self.config.prices))
+        if seen is not None:
+            signals = replace(signals, regret=regret(signals, self._knobs, self.config.prices))
         return Window(signals, usage, self.position >= len(self.columns.time), self._refreshes, byte_hit_ratio)
 
 
@@ -380,8 +387,11 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
         weight=np.zeros(places),
         changed=np.zeros(places, np.int32),
         gone=np.zeros(places, np.int32),
+        rank=np.zeros(places, np.int32),
         spare=np.zeros(places, np.int32),
         spare_weight=np.zeros(places),
+        starts=np.empty(0),
+        misses=np.empty(0),
         busy=np.full(config.upstream.slots, now),
         refreshing=np.full(config.refreshes_inflight, now),
         ints=ints,
@@ -403,10 +413,11 @@ def _grown(state: k.State, prepared: PreparedTrace, config: SimConfig) -> k.Stat
         # Twice the room that is needed, but for the first time: extending little by little must not copy each time.
         room = keys + 1 if not known else max(keys + 1, 2 * len(state.records))
         if room > len(state.records):
+            # First: it writes the new places into the records that are copied next.
+            arrays["ring"] = np.zeros(1 << (2 * room).bit_length(), np.int32)
+            kernel.compact(state, arrays["ring"])
             for name in ("records", "weight_of", "asked") + (("kin",) if semantic else ()):
                 arrays[name] = _longer(arrays[name], room)
-            arrays["ring"] = np.zeros(1 << (2 * room).bit_length(), np.int32)
-            k.compact(state, arrays["ring"])
         arrays["names"] = numberings.keys.names.copy()
         arrays["records"]["unit"][known + 1 : keys + 1] = jitter_units(numberings.keys.names[known + 1 :].copy())
     arrays["newest"] = _longer(state.newest, numberings.groups.count + 1)
