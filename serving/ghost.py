@@ -301,17 +301,10 @@ class Ghost:
             hits, stale, requests = np.zeros(shape[:0:-1]), np.zeros(shape[:0:-1]), 0.0
         hits = np.clip(hits, 0.0, requests)
         stale = np.clip(stale, 0.0, hits)
-        slots = state.slots
-        counts, before = slots["count"], slots["before"]
-        weights = np.where(slots["hot"] == 1, 1.0, weight)
-        window = GhostWindow(
-            GhostCurve(self._sizes, self._ttls, hits, stale, requests),
-            _entropy(counts, weights, requests),
-            _drift(counts, before, weights),
-            1.0 / weight,
-        )
-        before[:] = counts
-        counts[:] = 0
+        distribution = np.empty(2)
+        kernel.distribution(state, distribution)
+        entropy, drift = distribution.tolist()
+        window = GhostWindow(GhostCurve(self._sizes, self._ttls, hits, stale, requests), entropy, drift, 1.0 / weight)
         state.sums[:] = 0.0
         for name in ("requests", "sampled", "certain"):
             control[name] = 0.0
@@ -331,38 +324,3 @@ def _sum(fresh: GhostCurve, kept: GhostCurve, decay: float) -> GhostCurve:
 def _copy(state: State) -> State:
     twin = State._make(array.copy() for array in state)
     return twin._replace(written=twin.records.view(np.float64))
-
-
-def _entropy(counts: npt.NDArray[np.int32], weights: npt.NDArray[np.float64], requests: float) -> float:
-    """Shannon entropy in bits from the counts of the tracked keys, each standing for ``weight`` keys, Miller-Madow corrected.
-
-    ``log2 N - sum(c log2 c) / N`` holds for the whole window; the sum over the sampled keys is scaled to what they stand for.
-    """
-    seen = counts > 0
-    if not seen.any() or not requests > 0:
-        return math.nan
-    count, weight = counts[seen].astype(np.float64), weights[seen]
-    hot = weight == 1.0
-    known = float(count[hot].sum())
-    drawn = float(count[~hot].sum())
-    scale = max(requests - known, 0.0) / drawn if drawn else 0.0
-    bits = count * np.log2(count)
-    total = float(bits[hot].sum()) + scale * float(bits[~hot].sum())
-    counted = known + scale * drawn
-    plugin = max(math.log2(counted) - total / counted, 0.0)
-    return plugin + (float(weight.sum()) - 1.0) / (2.0 * math.log(2.0) * requests)
-
-
-def _drift(counts: npt.NDArray[np.int32], before: npt.NDArray[np.int32], weights: npt.NDArray[np.float64]) -> float:
-    """Jensen-Shannon distance between two windows' distributions, base 2; each key stands for ``weight`` keys like it."""
-    now_total, before_total = float(counts @ weights), float(before @ weights)
-    if not now_total or not before_total:
-        return math.nan
-    either = (counts > 0) | (before > 0)
-    p = counts[either] / now_total
-    q = before[either] / before_total
-    middle = (p + q) / 2.0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        each = np.nan_to_num(p * np.log2(p / middle)) + np.nan_to_num(q * np.log2(q / middle))
-    divergence = float(each @ weights[either]) / 2.0
-    return math.sqrt(min(max(divergence, 0.0), 1.0))

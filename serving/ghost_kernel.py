@@ -497,6 +497,50 @@ def access_many(state: State, keys: Words, sizes: npt.NDArray[np.int64], times: 
 
 
 @compiled
+def distribution(state: State, into: Floats) -> None:
+    """Fill in the window's entropy (bits) and drift, (2,), and begin a new window: its counts become those of the last one.
+
+    Entropy is ``log2 N - sum(c log2 c) / N`` over the counts, Miller-Madow corrected; sampled keys are scaled to what they stand
+    for. Drift is the Jensen-Shannon distance, base 2, to the window before; each key stands for as many like it as its weight.
+    """
+    control, slots = state.control[0], state.slots
+    known = drawn = known_bits = drawn_bits = keys = total = before = 0.0
+    for index in range(len(slots)):
+        slot = slots[index]
+        weight = 1.0 if slot.hot else control.weight
+        total += weight * slot.count
+        before += weight * slot.before
+        if slot.count > 0:
+            bits = slot.count * math.log2(slot.count) if slot.count > 1 else 0.0
+            keys += weight
+            if slot.hot:
+                known += slot.count
+                known_bits += bits
+            else:
+                drawn += slot.count
+                drawn_bits += bits
+    into[0] = into[1] = math.nan
+    requests = control.requests
+    if keys > 0.0 and requests > 0.0:
+        scale = max(requests - known, 0.0) / drawn if drawn > 0.0 else 0.0
+        counted = known + scale * drawn
+        plugin = max(math.log2(counted) - (known_bits + scale * drawn_bits) / counted, 0.0)
+        into[0] = plugin + (keys - 1.0) / (2.0 * math.log(2.0) * requests)
+    divergence, comparable = 0.0, total > 0.0 and before > 0.0
+    for index in range(len(slots)):
+        slot = slots[index]
+        if comparable and (slot.count > 0 or slot.before > 0):
+            p, q = slot.count / total, slot.before / before
+            each = p * math.log2(2.0 * p / (p + q)) if p > 0.0 else 0.0
+            each += q * math.log2(2.0 * q / (p + q)) if q > 0.0 else 0.0
+            divergence += each * (1.0 if slot.hot else control.weight)
+        slot.before = slot.count
+        slot.count = 0
+    if comparable:
+        into[1] = math.sqrt(min(max(divergence / 2.0, 0.0), 1.0))
+
+
+@compiled
 def forget(state: State) -> None:
     """Empty every setting's virtual cache; the window's counts stay."""
     for position in range(1, state.control[0].next):

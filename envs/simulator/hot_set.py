@@ -104,12 +104,17 @@ def _sort_places(places: Places, count: int) -> None:
 
 @compiled
 def _copy(keys: Places, weights: Floats, first: int, last: int, hot: Places, weight: Floats, into: int) -> int:
-    """Copy a stretch of keys and weights; return where the next one goes. Two plain loops: each becomes one move of memory."""
-    for place in range(first, last):
-        hot[into + place - first] = keys[place]
-    for place in range(first, last):
-        weight[into + place - first] = weights[place]
-    return into + max(last - first, 0)
+    """Copy a stretch of keys and weights; return where the next one goes."""
+    count = last - first
+    if count <= 0:
+        return into
+    # Loops from 0 over views: only then does the compiler know that no place is negative, and moves whole vectors.
+    from_keys, from_weights, to_keys, to_weights = keys[first:last], weights[first:last], hot[into:], weight[into:]
+    for place in range(count):
+        to_keys[place] = from_keys[place]
+    for place in range(count):
+        to_weights[place] = from_weights[place]
+    return into + count
 
 
 @compiled
@@ -127,7 +132,9 @@ def _merge_changed(state: State, count: int, lost: int) -> int:
     # Weights only grow: nothing before the first new place changes.
     first = rank[0]
     keys, weights = state.spare, state.spare_weight
-    _copy(hot, weight, first, old, keys, weights, first)
+    # Where no key is new, nothing behind the last one that has moved changes either.
+    end = gone[lost - 1] + 1 if lost == count else old
+    _copy(hot, weight, first, end, keys, weights, first)
     into, cursor, hole = first, first, 0
     for place in range(count):
         while hole < lost and gone[hole] < rank[place]:
@@ -142,7 +149,8 @@ def _merge_changed(state: State, count: int, lost: int) -> int:
         into = _copy(keys, weights, cursor, gone[hole], hot, weight, into)
         cursor = gone[hole] + 1
         hole += 1
-    return _copy(keys, weights, cursor, old, hot, weight, into)
+    into = _copy(keys, weights, cursor, end, hot, weight, into)
+    return into + old - end
 
 
 @compiled
