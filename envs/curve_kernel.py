@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from serving.compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.intp]
 
 
-@njit(cache=True)
+@compiled()
 def bounded(cells: Floats, most: float, good: Mask) -> None:
     """Clear ``good``, shape (E,), where not every cell of a lane is at least 0 and less than ``most``; a NaN is not."""
     lanes, rows, columns = cells.shape
@@ -24,7 +25,7 @@ def bounded(cells: Floats, most: float, good: Mask) -> None:
                 good[lane] &= (cells[lane, row, column] >= 0.0) & (cells[lane, row, column] < most)
 
 
-@njit(cache=True)
+@compiled()
 def smooth(kept: Floats, new: Floats, usable: Mask, weight: float) -> None:
     """Take ``new`` into the moving averages ``kept``, in place, in the lanes that are usable."""
     lanes, rows, columns = kept.shape
@@ -35,7 +36,7 @@ def smooth(kept: Floats, new: Floats, usable: Mask, weight: float) -> None:
                     kept[lane, row, column] = (1.0 - weight) * kept[lane, row, column] + weight * new[lane, row, column]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def settings_cost(
     hits: Floats, stale_hits: Floats, requests: Floats, of_size: Floats, per_hit: Floats, per_stale: Floats, cost: Floats
 ) -> None:
@@ -61,7 +62,7 @@ def settings_cost(
                 )
 
 
-@njit(cache=True)
+@compiled()
 def cheapest(cost: Floats, finite: Mask, best_row: Indices, best_column: Indices) -> None:
     """Find the cheapest setting of each lane; of equals the smallest size, then the longest TTL.
 

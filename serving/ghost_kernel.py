@@ -14,7 +14,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from serving.compiled import compiled
 from serving.ghost_state import BUDGET, EVICTED, HELD, MARKER, MOVED, PLANES, RECORDS_PER_KEY, UNIT, Floats, State, Words
@@ -28,7 +27,7 @@ _ONE = np.uint64(1)
 _BYTE = np.uint64(255)
 
 
-@njit("uint64(uint64)", cache=True)
+@compiled("uint64(uint64)")
 def mix64(value: int | np.uint64) -> np.uint64:
     """:func:`serving.keys.mix64`, compiled."""
     z = np.uint64(value) + np.uint64(0x9E3779B97F4A7C15)
@@ -37,7 +36,7 @@ def mix64(value: int | np.uint64) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@njit("float64[::1](uint64[::1])", cache=True)
+@compiled("float64[::1](uint64[::1])")
 def jitter_units(keys: Words) -> Floats:
     """Return where in 0..1 each key's TTL jitter lies: ``ttl_jitter(key, spread) == 1 - spread * unit``."""
     units = np.empty(len(keys))
@@ -46,7 +45,7 @@ def jitter_units(keys: Words) -> Floats:
     return units
 
 
-@compiled
+@compiled(allocates=False)
 def set_rate(state: State) -> None:
     """Derive weight and hash limit from ``multiple``."""
     control = state.control[0]
@@ -54,7 +53,7 @@ def set_rate(state: State) -> None:
     control.limit = ~_ZERO if control.multiple == UNIT else (~_ZERO // np.uint64(control.multiple)) * np.uint64(UNIT) - _ONE
 
 
-@compiled
+@compiled(allocates=False)
 def _warmer(state: State, mixed: np.uint64, step: int) -> int:
     """Recent accesses by the sketch (never too few below its ceiling), after adding ``step`` (conservative update)."""
     sketch = state.sketch
@@ -68,14 +67,14 @@ def _warmer(state: State, mixed: np.uint64, step: int) -> int:
     return heat
 
 
-@compiled
+@compiled(allocates=False)
 def _least_heat(state: State) -> int:
     """Accesses from which on a key is hot: no more keys than slots can have so many."""
     least: int = max(_LEAST_HEAT, state.control[0].counted // len(state.slots))
     return least
 
 
-@compiled
+@compiled(allocates=False)
 def settle(state: State) -> None:
     """Move what the planes hold into ``sums``, at the present weight."""
     control, planes = state.control[0], state.planes
@@ -96,7 +95,7 @@ def settle(state: State) -> None:
     control.known = 0
 
 
-@compiled
+@compiled(allocates=False)
 def _free_records(state: State, slot: int) -> None:
     """Give back every record of a key."""
     control, words = state.control[0], state.masks.shape[1]
@@ -110,7 +109,7 @@ def _free_records(state: State, slot: int) -> None:
     state.slots[slot].record = 0
 
 
-@compiled
+@compiled(allocates=False)
 def _rebuild(state: State) -> None:
     """Close the gaps in the log and keep only the marked slots; markers stay between the same entries, bytes are counted anew."""
     control, slots, log, levels, table = state.control[0], state.slots, state.log, state.levels, state.table
@@ -158,7 +157,7 @@ def _rebuild(state: State) -> None:
             control.free_slot = slot + 1
 
 
-@compiled
+@compiled(allocates=False)
 def _mark_anew(state: State) -> None:
     """Set every marker from the bytes behind it, after the weights have changed."""
     control, levels = state.control[0], state.levels
@@ -174,7 +173,7 @@ def _mark_anew(state: State) -> None:
         levels[HELD, row], levels[MARKER, row] = held, marker
 
 
-@compiled
+@compiled(allocates=False)
 def _mark_used(state: State) -> None:
     """Mark the slots that are in use."""
     for slot in range(len(state.slots)):
@@ -184,7 +183,7 @@ def _mark_used(state: State) -> None:
             state.slots[state.table[cell] - 1].keep = 1
 
 
-@compiled
+@compiled(allocates=False)
 def _make_room(state: State, now: float) -> None:
     """Drop keys that no setting can hit any more; where that frees less than an eighth, lower the sampling rate.
 
@@ -248,7 +247,7 @@ def _make_room(state: State, now: float) -> None:
         _mark_anew(state)
 
 
-@compiled
+@compiled(allocates=False)
 def _age(state: State, now: float) -> None:
     """Halve the sketch, so that it says what is hot lately."""
     sketch, control = state.sketch, state.control[0]
@@ -260,7 +259,7 @@ def _age(state: State, now: float) -> None:
         _make_room(state, now)
 
 
-@compiled
+@compiled(allocates=False)
 def _find(state: State, name: np.uint64, mixed: np.uint64) -> int:
     """Return the slot of a key, -1 if it is not tracked."""
     table, slots = state.table, state.slots
@@ -273,7 +272,7 @@ def _find(state: State, name: np.uint64, mixed: np.uint64) -> int:
     return slot
 
 
-@compiled
+@compiled(allocates=False)
 def _track(state: State, name: np.uint64, mixed: np.uint64) -> int:
     """Give a free slot to a key."""
     table, control = state.table, state.control[0]
@@ -289,7 +288,7 @@ def _track(state: State, name: np.uint64, mixed: np.uint64) -> int:
     return slot
 
 
-@compiled
+@compiled(allocates=False)
 def _add_stale(state: State, block: int, word: int, cells: np.uint64, amount: float) -> None:
     """Add to the stale hits of the settings in one word."""
     sums, row, begin = state.sums, 2 * block + 1, 64 * word
@@ -302,7 +301,7 @@ def _add_stale(state: State, block: int, word: int, cells: np.uint64, amount: fl
         begin += 8
 
 
-@compiled
+@compiled(allocates=False)
 def _look_up(state: State, slot: int, name: np.uint64, now: float, counted: int) -> None:
     """Find which settings the access hits (``counted``: 0 in the sample, 1 of a hot key, -1 not), and let the others write."""
     control, entry, masks, records = state.control[0], state.slots[slot], state.masks, state.records
@@ -379,7 +378,7 @@ def _look_up(state: State, slot: int, name: np.uint64, now: float, counted: int)
                 plane += 1
 
 
-@compiled
+@compiled(allocates=False)
 def _evict(state: State, row: int) -> None:
     """Move one size's marker on while what it holds exceeds the budget."""
     control, levels = state.control[0], state.levels
@@ -397,7 +396,7 @@ def _evict(state: State, row: int) -> None:
     levels[HELD, row], levels[MARKER, row] = held, marker
 
 
-@compiled
+@compiled(allocates=False)
 def _access(state: State, key: np.uint64, size: float, now: float) -> None:
     """Account for one access to ``key``, whose entry has ``size`` bytes, at time ``now``."""
     control, slots, levels, masks = state.control[0], state.slots, state.levels, state.masks
@@ -485,7 +484,7 @@ def _access(state: State, key: np.uint64, size: float, now: float) -> None:
                 _evict(state, row)
 
 
-@compiled
+@compiled(allocates=False)
 def access_many(state: State, keys: Words, sizes: npt.NDArray[np.int64], times: Floats) -> None:
     """Account for many accesses in order of time."""
     if len(keys) and math.isnan(state.control[0].start):
@@ -496,7 +495,7 @@ def access_many(state: State, keys: Words, sizes: npt.NDArray[np.int64], times: 
         _access(state, keys[row], max(np.float64(sizes[row]), 0.0), times[row])
 
 
-@compiled
+@compiled(allocates=False)
 def distribution(state: State, into: Floats) -> None:
     """Fill in the window's entropy (bits) and drift, (2,), and begin a new window: its counts become those of the last one.
 
@@ -540,7 +539,7 @@ def distribution(state: State, into: Floats) -> None:
         into[1] = math.sqrt(min(max(divergence / 2.0, 0.0), 1.0))
 
 
-@compiled
+@compiled(allocates=False)
 def forget(state: State) -> None:
     """Empty every setting's virtual cache; the window's counts stay."""
     for position in range(1, state.control[0].next):

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba import njit, prange
+from numba import prange
 from numba.typed import List as TypedList
 
 from envs.simulator import kernel
 from envs.simulator.measure import measure
 from envs.simulator.simulator import CacheSimulator
 from envs.simulator.state import SIGNALS
+from serving.compiled import compiled
 from serving.knobs import Knobs
 
 Floats = npt.NDArray[np.float64]
@@ -45,13 +46,13 @@ _FEW = 4
 """Up to so many lanes it costs more to wake other threads than to step them one after the other."""
 
 
-@njit(cache=True)
+@compiled()
 def _room(states, columns, until: Floats, needed: npt.NDArray[np.int64]) -> None:  # type: ignore[no-untyped-def]
     for lane in range(len(until)):
         needed[lane] = kernel.room(states[lane], columns[lane], until[lane])
 
 
-@njit(parallel=True, cache=True)
+@compiled(parallel=True)
 def _step(states, columns, begin: Floats, until: Floats, measured: Floats) -> None:  # type: ignore[no-untyped-def]
     for index in prange(len(begin)):
         lane = np.int64(index)  # lists want signed numbers

@@ -31,7 +31,7 @@ _REBASE_HALF_LIVES = 512
 """As in :mod:`serving.hotset`: weights are moved to a new landmark long before they overflow."""
 
 
-@compiled
+@compiled(allocates=False)
 def _rank(hot: Places, weight: Floats, names: Names, count: int, heavy: float, name: np.uint64) -> int:
     """Return how many of the hot set come before a key of this weight and name."""
     low, high = 0, count
@@ -44,7 +44,7 @@ def _rank(hot: Places, weight: Floats, names: Names, count: int, heavy: float, n
     return low
 
 
-@compiled
+@compiled(allocates=False)
 def _rebase(state: State, now: float) -> None:
     """Move the landmark forward by whole half-lives: an exact scaling in binary, but for what becomes too small."""
     floats, hot, weight, weight_of, names = state.floats, state.hot, state.weight, state.weight_of, state.names
@@ -65,7 +65,7 @@ def _rebase(state: State, now: float) -> None:
     state.ints[HOT_KEYS] = kept
 
 
-@compiled
+@compiled(allocates=False)
 def _sort_changed(changed: Places, count: int, weight_of: Floats, names: Names) -> None:
     """Sort the first keys by (weight descending, name ascending): Shell's sort, an insertion sort where they are few."""
     gap = 1
@@ -85,7 +85,7 @@ def _sort_changed(changed: Places, count: int, weight_of: Floats, names: Names) 
         gap //= 3
 
 
-@compiled
+@compiled(allocates=False)
 def _sort_places(places: Places, count: int) -> None:
     """Sort the first places, as :func:`_sort_changed` does."""
     gap = 1
@@ -102,7 +102,7 @@ def _sort_places(places: Places, count: int) -> None:
         gap //= 3
 
 
-@compiled
+@compiled(allocates=False)
 def _copy(keys: Places, weights: Floats, first: int, last: int, hot: Places, weight: Floats, into: int) -> int:
     """Copy a stretch of keys and weights; return where the next one goes."""
     count = last - first
@@ -117,7 +117,7 @@ def _copy(keys: Places, weights: Floats, first: int, last: int, hot: Places, wei
     return into + count
 
 
-@compiled
+@compiled(allocates=False)
 def _merge_changed(state: State, count: int, lost: int) -> int:
     """Merge ``count`` changed keys into the sorted ones, in place of the ``lost`` ones they were; return how many there are."""
     hot, weight, weight_of, names, changed, gone = (
@@ -150,10 +150,11 @@ def _merge_changed(state: State, count: int, lost: int) -> int:
         cursor = gone[hole] + 1
         hole += 1
     into = _copy(keys, weights, cursor, end, hot, weight, into)
-    return into + old - end
+    total: int = into + old - end
+    return total
 
 
-@compiled
+@compiled(allocates=False)
 def _settle(state: State, count: int, lost: int) -> None:
     """Merge what has changed into the hot set, and prune it to its capacity if it has outgrown twice that."""
     if count == 0:
@@ -170,7 +171,7 @@ def _settle(state: State, count: int, lost: int) -> None:
     state.ints[HOT_KEYS] = total
 
 
-@compiled
+@compiled(allocates=False)
 def count_hot(state: State, columns: Columns) -> None:
     """Count in the hot set what was asked since it was counted last (forward decay: Cormode et al., ICDE 2009).
 

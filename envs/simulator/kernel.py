@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from envs.simulator.hot_set import count_hot
 from envs.simulator.state import (
@@ -30,6 +29,7 @@ from envs.simulator.state import (
     BUSY_SECONDS,
     CONTENTION,
     DOCUMENTS,
+    EARLY,
     EVICTIONS,
     EXPIRATIONS,
     FLUSH,
@@ -84,13 +84,15 @@ from envs.simulator.state import (
 from serving.compiled import compiled
 from serving.ghost_kernel import mix64
 
+_AHEAD = 8
+
 _TOKEN = 1.0 - 1e-9
 """Refilling in many small steps must not fall short of a whole token by rounding."""
 
 _LN2 = math.log(2.0)
 
 
-@compiled
+@compiled(allocates=False)
 def _leave_group(state: State, key: int) -> None:
     kin = state.kin
     newer, older = kin[key, NEWER], kin[key, OLDER]
@@ -102,7 +104,7 @@ def _leave_group(state: State, key: int) -> None:
         kin[older, NEWER] = newer
 
 
-@compiled
+@compiled(allocates=False)
 def _join_group(state: State, key: int, group: int) -> None:
     kin, front = state.kin, state.newest[group]
     kin[key, NEWER], kin[key, OLDER], kin[key, GROUP] = 0, front, group
@@ -111,7 +113,7 @@ def _join_group(state: State, key: int, group: int) -> None:
     state.newest[group] = key
 
 
-@compiled
+@compiled(allocates=False)
 def _drop(state: State, key: int) -> None:
     """Remove the entry from both tiers."""
     record, ints = state.records[key], state.ints
@@ -127,7 +129,7 @@ def _drop(state: State, key: int) -> None:
             _leave_group(state, key)
 
 
-@compiled
+@compiled(allocates=False)
 def trim(state: State) -> int:
     """Evict, oldest first, what exceeds the budgets; return how many the store lost."""
     ints, params, ring, records = state.ints, state.params, state.ring, state.records
@@ -153,7 +155,7 @@ def trim(state: State) -> int:
     return evicted
 
 
-@compiled
+@compiled(allocates=False)
 def compact(state: State, into: Places) -> None:
     """Write the places of the ring that are still valid into another ring (or the same), without gaps."""
     ints, ring, records = state.ints, state.ring, state.records
@@ -176,7 +178,7 @@ def compact(state: State, into: Places) -> None:
     ints[TAIL], ints[HEAD], ints[MEMORY_TAIL] = first, head, memory_tail
 
 
-@compiled
+@compiled(allocates=False)
 def _touch(state: State, key: int) -> None:
     """Make the entry the most recently used."""
     ints, ring = state.ints, state.ring
@@ -188,7 +190,7 @@ def _touch(state: State, key: int) -> None:
     ints[HEAD] += 1
 
 
-@compiled
+@compiled(allocates=False)
 def _promote(state: State, key: int) -> None:
     """Put the entry of the store into the memory tier too."""
     record = state.records[key]
@@ -198,7 +200,7 @@ def _promote(state: State, key: int) -> None:
         state.ints[MEMORY_ENTRIES] += 1
 
 
-@compiled
+@compiled(allocates=False)
 def _put(state: State, key: int, size: int, group: int, now: float) -> None:
     _drop(state, key)
     record = state.records[key]
@@ -218,7 +220,7 @@ def _put(state: State, key: int, size: int, group: int, now: float) -> None:
         trim(state)
 
 
-@compiled
+@compiled(allocates=False)
 def _call(state: State, now: float, output_tokens: int, until: float) -> float:
     """Send one request upstream; return its latency. Calls are made in order of time, so the queue is first come first served."""
     busy = state.busy
@@ -243,7 +245,7 @@ def _call(state: State, now: float, output_tokens: int, until: float) -> float:
     return latency
 
 
-@compiled
+@compiled(allocates=False)
 def _first_free(until: Floats) -> int:
     """Return which of some slots is free first."""
     first = 0
@@ -253,7 +255,7 @@ def _first_free(until: Floats) -> int:
     return first
 
 
-@compiled
+@compiled(allocates=False)
 def _tick(state: State, now: float, until: float) -> None:
     """One round of warm-up: refresh what is planned and not live, best first, while the token bucket lasts."""
     ints, floats, params, asked, refreshing = state.ints, state.floats, state.params, state.asked, state.refreshing
@@ -294,7 +296,7 @@ def _tick(state: State, now: float, until: float) -> None:
         _put(state, key, asked[key, ASKED_SIZE], group, now)
 
 
-@compiled
+@compiled(allocates=False)
 def _relative(state: State, columns: Columns, key: int, row: int, now: float) -> int:
     """Return a live entry of the request's group, the one written last, if this request is among those that one answers; or 0."""
     group = columns.group[row]
@@ -313,7 +315,7 @@ def _relative(state: State, columns: Columns, key: int, row: int, now: float) ->
     return 0
 
 
-@compiled
+@compiled(allocates=False)
 def _serve_relative(state: State, columns: Columns, key: int, row: int, now: float) -> None:
     """Answer a request by the entry of another key."""
     ints, floats, params = state.ints, state.floats, state.params
@@ -331,7 +333,7 @@ def _serve_relative(state: State, columns: Columns, key: int, row: int, now: flo
         floats[STALE] += 1.0 - math.exp(-_LN2 * max(now - record.written, 0.0) / params[HALF_LIFE])
 
 
-@compiled
+@compiled(allocates=False)
 def _serve(state: State, columns: Columns, missed: int, horizon: float, until: float) -> int:
     """Answer the requests that arrive before ``horizon``; return how many of the window have missed.
 
@@ -346,10 +348,12 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
     ttft, tpot, contention = params[TTFT], params[TPOT], params[CONTENTION] / len(busy)
     prefix, documents, aging = params[PREFIX] > 0.0, params[DOCUMENTS] > 0.0, half_life < math.inf
     mask, slots = len(ring) - 1, len(busy)
-    row, count = ints[POSITION], len(times)
+    row, count, early = ints[POSITION], len(times), 0
     stale = floats[STALE]
     while row < count and times[row] < horizon:
         now, key, size = times[row], keys[row], sizes[row]
+        # Read early what will be needed soon: memory answers while the requests between are served.
+        early += records[keys[min(row + _AHEAD, count - 1)]].held
         record = records[key]
         ints[ALL_BYTES] += size
         held = record.held
@@ -465,11 +469,12 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
                         ints[MEMORY_ENTRIES] -= 1
         row += 1
     ints[POSITION] = row
+    ints[EARLY] = early
     floats[STALE] = stale
     return missed
 
 
-@compiled
+@compiled(allocates=False)
 def empty(state: State) -> int:
     """Remove every entry of both tiers; return how many the store had. The hot set stays."""
     ints, ring = state.ints, state.ring
@@ -480,7 +485,7 @@ def empty(state: State) -> int:
     return count
 
 
-@compiled
+@compiled(allocates=False)
 def _skip_rounds(state: State, until: float) -> None:
     """Let the token bucket fill in the rounds before ``until`` in which nothing is refreshed."""
     floats, params = state.floats, state.params
@@ -490,7 +495,7 @@ def _skip_rounds(state: State, until: float) -> None:
         floats[NEXT_TICK] += rounds * params[PERIOD]
 
 
-@njit(cache=True)
+@compiled()
 def room(state: State, columns: Columns, until: float) -> tuple[int, int]:
     """Return the room that :func:`run` needs in ``starts`` and in ``misses`` at most."""
     ints, params = state.ints, state.params
@@ -501,7 +506,7 @@ def room(state: State, columns: Columns, until: float) -> tuple[int, int]:
     return ints[PENDING] + requests + refreshes, requests
 
 
-@compiled
+@compiled(allocates=False)
 def run(state: State, columns: Columns, begin: float, until: float) -> None:
     """Answer the requests that arrive before ``until``; make the warm-up rounds, updates and flushes that are due before it.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from envs.simulator.state import (
     ALL_BYTES,
@@ -35,9 +34,10 @@ from envs.simulator.state import (
     Ints,
     State,
 )  # fmt: skip
+from serving.compiled import compiled
 
 
-@njit(cache=True)
+@compiled()
 def _select(values: Floats, count: int, rank: int) -> float:
     """Return the value of a rank (from 0) among the first ``count``, which are reordered (Hoare's quickselect)."""
     low, high = 0, count - 1
@@ -63,7 +63,7 @@ def _select(values: Floats, count: int, rank: int) -> float:
     return found
 
 
-@njit(cache=True)
+@compiled()
 def _quantile(misses: Floats, count: int, hits: Ints, latency: Floats, q: float) -> float:
     """Return a quantile (linear between ranks) of ``count`` misses and of hits that took ``latency`` each, ascending."""
     total = count + hits.sum()
@@ -84,7 +84,7 @@ def _quantile(misses: Floats, count: int, hits: Ints, latency: Floats, q: float)
     return result
 
 
-@njit(cache=True)
+@compiled()
 def measure(state: State, duration: float, into: Floats) -> None:
     """Fill in what the window was like, in the order of :data:`SIGNALS`, and start its counters anew.
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from envs.simulator.state import Columns
 from envs.workloads.trace import Trace
+from serving.compiled import compiled
 from serving.ghost_kernel import mix64
 
 _SLOT = "_prepared_for_simulation"
@@ -17,7 +17,7 @@ _FEWEST_CELLS = 1024
 _NONE = np.zeros(0, np.int32)
 
 
-@njit(cache=True)
+@compiled()
 def _number(
     keys: npt.NDArray[np.uint64],
     start: int,

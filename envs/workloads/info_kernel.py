@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from serving.compiled import compiled
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
 BINS = 128 + 56 * 64
 """Bins of a histogram of whole numbers: exact below 128, 64 to an octave above (each within 0.8 % of its middle)."""
 
 
-def compiled(function: _Function) -> _Function:
-    """Return ``function`` compiled; numba's decorator has no types of its own."""
-    return cast(_Function, njit(cache=True)(function))
-
-
-@compiled
+@compiled()
 def _mix(value: np.uint64) -> np.uint64:
     z = value + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -33,13 +24,13 @@ def _mix(value: np.uint64) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@compiled
+@compiled()
 def sampled(name: np.uint64, shift: int) -> bool:
     """Tell whether a key is in the sample of one in ``2 ** shift`` keys; smaller samples are parts of greater ones."""
     return shift == 0 or _mix(name ^ np.uint64(0x5EED0F1A7E57ED00)) >> np.uint64(64 - shift) == np.uint64(0)
 
 
-@compiled
+@compiled()
 def place_keys(names: Words, count: int, places: Ints) -> None:
     """Enter the first ``count`` names into an empty hash table (-1 everywhere) of a power of two of places."""
     mask = np.uint64(len(places) - 1)
@@ -50,7 +41,7 @@ def place_keys(names: Words, count: int, places: Ints) -> None:
         places[at] = number
 
 
-@compiled
+@compiled()
 def number_keys(keys: Words, names: Words, count: int, places: Ints, numbers: Ints) -> int:
     """Number keys in the order of their first appearance.
 
@@ -78,7 +69,7 @@ def number_keys(keys: Words, names: Words, count: int, places: Ints, numbers: In
     return count
 
 
-@compiled
+@compiled()
 def bin_of(value: int | np.int64) -> int | np.int64:
     """Return the bin of a whole number >= 0."""
     if value < 128:
@@ -91,7 +82,7 @@ def bin_of(value: int | np.int64) -> int | np.int64:
     return 128 + (octave - 1) * 64 + (rest - 64)
 
 
-@compiled
+@compiled()
 def recall(
     numbers: Ints,
     time: Floats,
@@ -136,7 +127,7 @@ def recall(
     hit[0] = before
 
 
-@compiled
+@compiled()
 def tally(numbers: Ints, size: Ints, first: int, now: Ints, half: Ints, sizes: Ints, members: Ints, count: int) -> int:
     """Count a part of a window's requests by key, a half of them at random in ``half`` too. Return the window's keys so far.
 
@@ -161,7 +152,7 @@ def tally(numbers: Ints, size: Ints, first: int, now: Ints, half: Ints, sizes: I
     return count
 
 
-@compiled
+@compiled()
 def close_window(
     now: Ints,
     half: Ints,
@@ -236,7 +227,7 @@ def close_window(
     result[4] = new
 
 
-@compiled
+@compiled()
 def _part(one: float, other: float) -> float:
     """Return what one key adds to the Jensen-Shannon divergence of two distributions, bits."""
     middle = (one + other) / 2.0
@@ -248,7 +239,7 @@ def _part(one: float, other: float) -> float:
     return part
 
 
-@compiled
+@compiled()
 def measure(
     numbers: Ints,
     size: Ints,
@@ -326,7 +317,7 @@ def measure(
     return len(numbers)
 
 
-@compiled
+@compiled()
 def compact(
     names: Words, shift: int, positions: Ints, weights: Ints, owners: Ints, new_owners: Ints, tree: Ints, state: Ints
 ) -> None:
