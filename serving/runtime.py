@@ -191,6 +191,8 @@ class Runtime:
                     self.space.ttls,
                     max_keys=ghost.max_keys,
                     salt=ghost.salt,
+                    rate=ghost.rate,
+                    rotate_every=math.inf if ghost.rotate_every is None else ghost.rotate_every,
                     staleness_half_life=settings.rules.half_life,
                     ttl_jitter=settings.rules.ttl_jitter,
                 )

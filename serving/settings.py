@@ -185,14 +185,19 @@ class GhostSettings(Settings):
 
     Attributes:
         enabled: Whether it is kept.
-        max_keys: Keys tracked per arm.
+        max_keys: Keys tracked per arm; 8,000 take about 1.7 MB on the default grid.
+        rate: Upper bound of the share of keys that is tracked; below it the rate follows ``max_keys``.
         salt: Of the spatial sample, so that two deployments sample different keys.
+        rotate_every: Seconds after which a sample with another salt takes over; null for never. While the next one is warmed up,
+            beside the one that reports, the ghost takes twice the memory and time.
         window: Seconds between two exports of its curve, entropy and drift.
     """
 
     enabled: bool = True
-    max_keys: Annotated[int, Field(ge=16)] = 4096
+    max_keys: Annotated[int, Field(ge=16)] = 8000
+    rate: Annotated[float, Field(ge=1e-6, le=1.0)] = 1.0
     salt: int = 0
+    rotate_every: Seconds | None = None
     window: Seconds = 5.0
 
 
