@@ -16,6 +16,7 @@ from scipy.special import stdtrit
 from agents.words import knob_words, ttl_words
 from envs.objective import Prices
 from envs.simulator import SimConfig
+from experiments.scenarios import MEAN_SERVICE
 from experiments.sensitivity import Sensitivity
 from experiments.simulate import Load, Row, Totals, Usages, cost_of, gathered, jsonable, model_words, totals, vars_of
 from experiments.stats import Interval
@@ -404,6 +405,17 @@ def remarks(advice: Advice, outcomes: Mapping[Knobs, Outcome]) -> list[str]:
         if shortest is not None:
             text += f" The shortest that costs at most 1% more at the recommended size is {ttl_words(shortest)}."
         found.append(text)
+    if knobs.cache_size > 0 and knobs.ttl > facts.duration:
+        found.append(
+            f"No entry gets older than the trace is long ({ttl_words(facts.duration)}), so ttl {ttl_words(knobs.ttl)} means: no "
+            "shorter than that. Whether entries that live longer would pay, or be outdated, this trace cannot tell."
+        )
+    if advice.sized:
+        found.append(
+            f"The model is made up: {MEAN_SERVICE:g} s for a mean answer of {facts.load.output_tokens:,.0f} tokens. Waiting and P99 "
+            "follow from it, and behind a slower one hits are worth more, so that larger caches and longer TTLs pay: give --slots, "
+            "--ttft and --tpot."
+        )
     gap = advice.recommended.cost(advice.prices) / advice.hindsight.cost(advice.prices) - 1
     if advice.hindsight is not advice.recommended and gap > 0.001:
         found.append(

@@ -110,7 +110,13 @@ def advise(
     unlimited = _at_what_it_held(outcomes.pop(Knobs(WITHOUT_LIMIT, math.inf)))
     if trace is not None:
         ranked = sorted(grid_knobs, key=lambda knobs: outcomes[knobs].cost(config.prices, chosen_on))
-        warm = [replace(knobs, warmup_ratio=ratio) for knobs in ranked[:FEW] for ratio in WARM]
+
+        def leader(moved: Prices) -> Knobs:
+            return min(grid_knobs, key=lambda knobs: _rank(outcomes[knobs], moved, chosen_on))
+
+        # Under a moved price too, warm-up is tried on what is best without it.
+        led = [move.outcome for move in sensitivity(leader, config.prices).moved]
+        warm = [replace(knobs, warmup_ratio=ratio) for knobs in dict.fromkeys([*ranked[:FEW], *led]) for ratio in WARM]
         outcomes |= run(warm, "trying warm-up")
         grid = _exact_grid(space, ttls, outcomes, config.prices)
     else:

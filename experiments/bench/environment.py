@@ -16,7 +16,7 @@ import envs.lanes
 from envs.cache_env import DOMAIN, CacheTuningEnv, make_task
 from envs.lanes import Lanes
 from envs.observation import ObservationBatch
-from envs.simulator import CacheSimulator
+from envs.simulator import CacheSimulator, SimConfig
 from envs.simulator.batch import SimulatorBatch, use_threads
 from envs.task import Task
 from envs.vec_env import CacheTuningVecEnv
@@ -54,18 +54,28 @@ def run(
         seed: Of trace, episodes and actions.
 
     Returns:
-        Rows with ``what``, ``steps_per_second`` (of CPU time), ``us_per_step`` and ``share``: the environments, then the parts of
-        a step of the vector form. Without a ratio.
+        Rows with ``what``, ``steps_per_second`` (of CPU time), ``us_per_step`` and ``share``: the environments, the vector form
+        less what it spends most on, then the parts of its step. Without a ratio.
     """
     length = 4 * EPISODE
     trace = zipf_trace(requests_per_step * length, duration=length * INTERVAL, seed=seed)
+
     # The load is what a step is measured by; everything else differs from episode to episode as in training.
-    task = make_task(trace, interval=INTERVAL, episode_length=EPISODE, randomise=replace(DOMAIN, load=1.0))
+    def task_with(config: SimConfig) -> Task:
+        return make_task(trace, config=config, interval=INTERVAL, episode_length=EPISODE, randomise=replace(DOMAIN, load=1.0))
+
+    task = task_with(SimConfig())
+    blind = SimConfig(ghost_keys=0)
+    cold = replace(blind, space=replace(blind.space, max_warmup=0.0))
     threads = numba.get_num_threads()
     use_threads(1)
     try:
         together = _vector(task, lanes, steps, rounds, seed)
         alone = _single(task, steps, rounds, seed)
+        without = {
+            "without the ghost": _vector(task_with(blind), lanes, steps, rounds, seed),
+            "without ghost and warm-up": _vector(task_with(cold), lanes, steps, rounds, seed),
+        }
         parts = _profile(task, lanes, steps, seed)
     finally:
         use_threads(threads)
@@ -73,6 +83,10 @@ def run(
     rows: list[dict[str, Any]] = [
         {"what": f"vector environment, {lanes} lanes", "steps_per_second": 1.0 / together, "us_per_step": together * 1e6},
         {"what": "single environment", "steps_per_second": 1.0 / alone, "us_per_step": alone * 1e6},
+        *(
+            {"what": f"vector environment, {name}", "steps_per_second": 1.0 / each, "us_per_step": each * 1e6}
+            for name, each in without.items()
+        ),
         *(
             {"what": f"of a step: {part}", "us_per_step": seconds / whole * together * 1e6, "share": seconds / whole}
             for part, seconds in sorted(parts.items(), key=lambda item: -item[1])

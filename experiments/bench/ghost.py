@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.workloads import Trace, load
+from experiments.bench.exact_curve import exact_hits
 from experiments.bench.result import BenchResult
 from experiments.bench.sim import zipf_trace
 from serving.ghost import Ghost
@@ -63,8 +64,10 @@ def run(
     """Measure error, CPU time and memory of the ghost on real and made traces, with and without its parts.
 
     The grid is 16 sizes x 8 TTLs fitted to each trace: sizes from 1/1024 of all its bytes to all of them, TTLs from 1/1000 of its
-    duration to the whole. The exact curve is that of a ghost that tracks every key, which tests hold to a plain LRU and to the
-    simulator, hit for hit. Compilation is not timed. Everything runs in this one thread.
+    duration to the whole. The exact curve is that of an LRU for each setting, by the cache's own rule
+    (:mod:`experiments.bench.exact_curve`), which tests hold to the simulator, hit for hit. So the error has in it that a ghost
+    knows one size for each key, and a cache the one that was written. Compilation is not timed. Everything runs in this one
+    thread.
 
     Args:
         traces_dir: Folder of the real traces; those that are not there are left out.
@@ -127,20 +130,10 @@ def _grid(trace: Trace) -> KnobSpace:
 
 
 def _exact(trace: Trace, space: KnobSpace, windows: int) -> Exact:
-    keys = len(np.unique(trace.key))
-    # Room for more keys than there are, and for more write times than they can need: nothing is ever sampled.
-    ghost = Ghost(space.sizes, space.ttls, max_keys=2 * keys + 16, ttl_jitter=JITTER, hot_share=0.0)
-    hits, requests = [], []
-    for part in np.array_split(np.arange(len(trace)), windows):
-        ghost.access_many(trace.key[part], trace.size[part], trace.time[part])
-        curve = ghost.take().curve
-        hits.append(curve.hits)
-        requests.append(curve.requests)
-    if ghost.rate < 1.0:
-        raise RuntimeError(f"bench ghost: {trace.name}: the exact curve was sampled at {ghost.rate:g}; expected every key")
-    each = np.array(requests)[:, None, None]
+    hits = exact_hits(trace, space.sizes, space.ttls, ttl_jitter=JITTER, windows=windows)
+    requests = np.array([len(part) for part in np.array_split(np.arange(len(trace)), windows)], np.float64)
     with np.errstate(invalid="ignore"):
-        return Exact(np.sum(hits, axis=0) / len(trace), np.array(hits) / each)
+        return Exact(hits.sum(axis=0) / len(trace), hits / requests[:, None, None])
 
 
 def _measure(

@@ -124,6 +124,28 @@ def test_the_choice_moves_with_prices_and_the_rows_say_how(advice):
     assert {(row["price"], row["factor"]) for row in rows[1:]} >= {("memory_gib_hour", 0.5), ("memory_gib_hour", 2.0)}
 
 
+def test_warm_up_is_tried_on_what_is_best_under_moved_prices_too():
+    found = advise(TraceSource(SPEC), config=replace(CONFIG, staleness_half_life=7200.0))
+    rest = replace(found.prices, stale_answer=2.0 * found.prices.stale_answer)
+    again = advise(TraceSource(SPEC), config=replace(CONFIG, staleness_half_life=7200.0, prices=rest))
+    (row,) = (row for row in found.outlook.moved if (row.price, row.factor) == ("stale_answer", 2.0))
+    assert row.outcome.knobs == again.recommended.knobs
+
+
+def test_it_is_said_what_a_trace_and_a_made_model_cannot_tell(advice):
+    def said(found, words):
+        return any(words in text for text in found.warnings)
+
+    # The trace is an hour long; its cheapest setting never expires anything.
+    assert advice.recommended.knobs.ttl > advice.facts.duration
+    assert said(advice, "No entry gets older than the trace is long")
+    assert said(advice, "The model is made up")
+    short = advise(TraceSource(SPEC), config=replace(CONFIG, staleness_half_life=600.0), sized=False)
+    assert short.recommended.knobs.ttl < short.facts.duration
+    assert not said(short, "No entry gets older")
+    assert not said(short, "The model is made up")
+
+
 def test_no_cache_and_an_unlimited_one_are_what_they_are_called(advice):
     none, unlimited = advice.references["no cache"], advice.references["unlimited cache"]
     assert none.knobs == NO_CACHE
