@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import VecEnv
 
 from agents.artifact import TOLERANCE, Network
 from agents.settings import PPOSettings
@@ -24,7 +23,7 @@ class ParityError(RuntimeError):
 
 
 def train_ppo(
-    make_env: Callable[[int], gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+    make_environments: Callable[[int], VecEnv],
     settings: PPOSettings,
     *,
     seed: int,
@@ -36,13 +35,13 @@ def train_ppo(
     sees; by default that is the curve's optimum.
 
     Args:
-        make_env: Makes the environment of a rank, 0 to ``n_envs - 1``.
+        make_environments: Makes a vector environment of so many lanes, e.g. a :class:`envs.vec_env.CacheTuningVecEnv`.
         settings: Hyperparameters.
         seed: Seeds weights, actions and environments.
         progress: See :data:`Progress`.
     """
     torch.set_num_threads(1)  # two trainings side by side on two cores run eight times slower otherwise
-    environments = DummyVecEnv([lambda rank=rank: make_env(rank) for rank in range(settings.n_envs)])  # type: ignore[misc]
+    environments = make_environments(settings.n_envs)
     try:
         rollout = settings.n_steps * settings.n_envs
         model = PPO(

@@ -30,7 +30,7 @@ from agents.policy import Policy
 from agents.ppo import PPOPolicy
 from agents.settings import PPOSettings
 from envs.action import RADIUS
-from envs.cache_env import CacheTuningEnv, Randomisation, Scenario
+from envs.task import Randomisation, Scenario, Task
 from envs.workloads import load
 from experiments.evaluate import Standing, compare
 from experiments.scenarios import Scale, TraceMaker, scale_to, session_trace, stretches
@@ -113,29 +113,30 @@ def train(settings: TrainSettings, *, console: Console | None = None, command: s
         envs.workloads.TraceError: If a trace cannot be read.
         agents.training.ParityError: If the saved policy would not act as the trained one.
     """
-    from agents.training import check_parity, extract, train_ppo  # imports torch: only where it is needed
+    # Both import torch: only where it is needed.
+    from agents.training import check_parity, extract, train_ppo
+    from envs.vec_env import CacheTuningVecEnv
 
     console = console or Console(stderr=True)
     training, held_out = _makers(settings)
     scale = Scale(interval=settings.interval, intervals=settings.intervals)
 
-    def make_env(rank: int) -> CacheTuningEnv:
-        return CacheTuningEnv(
-            scenarios=lambda rng: scale_to(training(rng), rng, scale=scale),
-            episode_length=settings.intervals[1],
-            randomise=Randomisation(start=False, prices=settings.prices_factor, clock=True, absent=settings.absent),
-            radius=settings.radius,
-            reward="relative",
-        )
+    task = Task(
+        scenarios=lambda rng: scale_to(training(rng), rng, scale=scale),
+        episode_length=settings.intervals[1],
+        randomise=Randomisation(start=False, prices=settings.prices_factor, clock=True, absent=settings.absent),
+        radius=settings.radius,
+        reward="relative",
+    )
 
     started = time.monotonic()
     with _progress(console) as progress:
-        task = progress.add_task("training", total=settings.ppo.total_steps, note="")
+        bar = progress.add_task("training", total=settings.ppo.total_steps, note="")
         model = train_ppo(
-            make_env,
+            lambda lanes: CacheTuningVecEnv(task, lanes),
             settings.ppo,
             seed=settings.seed,
-            progress=lambda steps, reward: _advance(progress, task, steps, settings.ppo.total_steps, f"reward {reward:+.4f}"),
+            progress=lambda steps, reward: _advance(progress, bar, steps, settings.ppo.total_steps, f"reward {reward:+.4f}"),
         )
     seconds = time.monotonic() - started
 

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import pytest
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from agents.artifact import Network
 from agents.settings import PPOSettings
@@ -38,13 +39,17 @@ class Target(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         return self._look(), -float(np.sum((action - np.array([0.5, -0.5, 0.0])) ** 2)), False, self._left == 0, {}
 
 
+def targets(count: int) -> DummyVecEnv:
+    return DummyVecEnv([Target] * count)
+
+
 def observations(count: int = 64) -> npt.NDArray[np.float32]:
     return np.random.default_rng(1).uniform(LOW, HIGH, (count, DIM)).astype(np.float32)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None:
     def weights(seed: int) -> list[npt.NDArray[np.float32]]:
-        return [layer[0] for layer in extract(train_ppo(lambda rank: Target(), SMALL, seed=seed)).layers]
+        return [layer[0] for layer in extract(train_ppo(targets, SMALL, seed=seed)).layers]
 
     first, again, other = weights(3), weights(3), weights(4)
     assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
@@ -52,14 +57,14 @@ def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None
 
 
 def test_numpy_inference_is_what_torch_computes() -> None:
-    model = train_ppo(lambda rank: Target(), SMALL, seed=0)
+    model = train_ppo(targets, SMALL, seed=0)
     network = extract(model)
     assert [weight.shape for weight, _ in network.layers] == [(16, DIM), (16, 16), (3, 16)]
     assert check_parity(model, network, observations()) < 1e-5
 
 
 def test_a_difference_from_torch_is_refused() -> None:
-    model = train_ppo(lambda rank: Target(), SMALL, seed=0)
+    model = train_ppo(targets, SMALL, seed=0)
     layers = [(weight.copy(), bias.copy()) for weight, bias in extract(model).layers]
     layers[-1][1][0] += 0.01
     with pytest.raises(ParityError, match="differs from torch by"):
@@ -67,14 +72,14 @@ def test_a_difference_from_torch_is_refused() -> None:
 
 
 def test_it_starts_at_the_curves_optimum_and_learns_where_it_pays_to_go() -> None:
-    still = extract(train_ppo(lambda rank: Target(), SMALL.model_copy(update={"learning_rate": 1e-12}), seed=0))
+    still = extract(train_ppo(targets, SMALL.model_copy(update={"learning_rate": 1e-12}), seed=0))
     start = np.stack([still(row) for row in observations()])
     assert np.abs(start).max() < 0.1
     moved = SMALL.model_copy(update={"learning_rate": 1e-12, "initial_action": (0.25, -0.5, 0.0)})
-    elsewhere = extract(train_ppo(lambda rank: Target(), moved, seed=0))
+    elsewhere = extract(train_ppo(targets, moved, seed=0))
     assert np.stack([elsewhere(row) for row in observations()]) - [0.25, -0.5, 0.0] == pytest.approx(start, abs=1e-5)
     settings = SMALL.model_copy(update={"total_steps": 4096, "learning_rate": 3e-3, "log_std_init": -1.0})
-    learned = extract(train_ppo(lambda rank: Target(), settings, seed=0))
+    learned = extract(train_ppo(targets, settings, seed=0))
     action = np.stack([learned(row) for row in observations()]).mean(axis=0)
     target = np.array([0.5, -0.5, 0.0])
     assert np.linalg.norm(action - target) < 0.5 * np.linalg.norm(start.mean(axis=0) - target)
@@ -82,6 +87,6 @@ def test_it_starts_at_the_curves_optimum_and_learns_where_it_pays_to_go() -> Non
 
 def test_progress_is_told_once_per_rollout() -> None:
     told: list[tuple[int, float]] = []
-    train_ppo(lambda rank: Target(), SMALL, seed=0, progress=lambda steps, reward: told.append((steps, reward)))
+    train_ppo(targets, SMALL, seed=0, progress=lambda steps, reward: told.append((steps, reward)))
     assert [steps for steps, _ in told] == [128, 256]
     assert all(reward < 0 for _, reward in told)
