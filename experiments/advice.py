@@ -412,8 +412,8 @@ def remarks(advice: Advice, outcomes: Mapping[Knobs, Outcome]) -> list[str]:
         )
     if advice.sized:
         found.append(
-            f"The model is made up: {MEAN_SERVICE:g} s for a mean answer of {facts.load.output_tokens:,.0f} tokens. Waiting and P99 "
-            "follow from it, and behind a slower one hits are worth more, so that larger caches and longer TTLs pay: give --slots, "
+            f"The model is made up: {MEAN_SERVICE:g} s for a mean answer of {facts.load.output_tokens:,.0f} tokens. Waiting and "
+            "P99 follow from it; behind a slower one hits are worth more, so larger caches and longer TTLs pay. Give --slots, "
             "--ttft and --tpot."
         )
     gap = advice.recommended.cost(advice.prices) / advice.hindsight.cost(advice.prices) - 1

@@ -436,7 +436,7 @@ def _assumed(advice: Advice) -> str:
         (
             "Grid",
             f"{len(advice.grid.sizes)} sizes by {len(advice.grid.ttls)} TTLs. Warm-up of {_ratios(WARM)} was tried on the best "
-            f"{FEW if advice.grid.exact else 'one'}.",
+            f"{f'{FEW} and on the best under each moved price' if advice.grid.exact else 'one'}.",
         ),
         (
             "Held out",
@@ -465,7 +465,9 @@ def _prices(prices: Prices, book: PriceBook) -> str:
         own = math.isclose(value, entry.value)
         link = f' <a href="{escape(entry.url, quote=True)}" rel="noreferrer">link</a>' if own and entry.url else ""
         source = (
-            f"{escape(entry.source)}, {entry.date} ({escape(entry.basis)}){link}" if own else "set by hand, not the price book's"
+            f"{escape(entry.source)}, {entry.date} ({escape(entry.basis)}){link}. {escape(entry.checked)}".strip()
+            if own
+            else "set by hand, not the price book's"
         )
         body.append(
             f"<tr><th>{escape(MOVED.get(name, name))}</th><td class=num>{value:g}</td><td>{escape(entry.unit)}</td>"
