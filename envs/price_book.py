@@ -54,6 +54,7 @@ class PriceEntry(Settings):
         source: Where it comes from.
         url: Where to look it up; None for a judgement.
         date: When the source was true.
+        checked: Whether the source itself was read, or what else says the same; "" where nobody checked.
         note: What else to know.
     """
 
@@ -65,6 +66,7 @@ class PriceEntry(Settings):
     source: Annotated[str, Field(min_length=1)]
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     date: datetime.date
+    checked: str = ""
     note: str = ""
 
     @model_validator(mode="after")
@@ -133,6 +135,7 @@ class PriceBook(Settings):
             source=f"{store.source} ({store.value:g}), and {share:g} times {memory.source} ({memory.value:g})",
             url=store.url,
             date=min(store.date, memory.date),
+            checked=" ".join(filter(None, (store.checked, memory.checked))),
             note=store.note,
         )
 

@@ -51,6 +51,13 @@ def test_every_price_has_a_source_and_a_range_that_holds_its_half_and_its_double
     assert len(entry.source) > 20
     assert datetime.date(2019, 1, 1) <= entry.date <= datetime.date(2027, 1, 1)
     assert entry.url is not None or entry.basis == "judgement"
+    assert entry.checked
+
+
+def test_a_source_that_was_not_read_does_not_pass_for_one_that_was() -> None:
+    book = default_book()
+    assert "not opened" in book.entries.input_mtok.checked
+    assert book.entry("memory_gib_hour").checked == f"{book.entries.redis_gib_hour.checked} {book.entries.ram_gib_hour.checked}"
 
 
 def test_a_price_that_nobody_would_pay_is_named() -> None:
