@@ -501,8 +501,10 @@ def room(state: State, columns: Columns, until: float) -> tuple[int, int]:
     ints, params = state.ints, state.params
     requests = max(np.searchsorted(columns.time, until, side="left") - ints[POSITION], 0)
     # Each request may come to wait, and each refresh that the token bucket allows.
-    rounds = max(until - state.floats[NEXT_TICK], 0.0) + params[PERIOD]
-    refreshes = int(params[BURST] + params[REFRESH_RATE] * rounds) + 2
+    refreshes = 0
+    if params[WARMUP] > 0.0:
+        rounds = max(until - state.floats[NEXT_TICK], 0.0) + params[PERIOD]
+        refreshes = int(params[BURST] + params[REFRESH_RATE] * rounds) + 2
     return ints[PENDING] + requests + refreshes, requests
 
 

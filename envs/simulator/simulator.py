@@ -410,9 +410,9 @@ def _grown(state: k.State, prepared: PreparedTrace, config: SimConfig) -> k.Stat
     known, keys = len(state.names) - 1, numberings.keys.count
     arrays = state._asdict()
     if keys > known:
-        # Twice the room that is needed, but for the first time: extending little by little must not copy each time.
-        room = keys + 1 if not known else max(keys + 1, 2 * len(state.records))
-        if room > len(state.records):
+        if keys + 1 > len(state.records):
+            # Twice the room there was, but for the first time: extending little by little must not copy each time.
+            room = keys + 1 if not known else max(keys + 1, 2 * len(state.records))
             # First: it writes the new places into the records that are copied next.
             arrays["ring"] = np.zeros(1 << (2 * room).bit_length(), np.int32)
             kernel.compact(state, arrays["ring"])

@@ -153,6 +153,21 @@ def test_memory_grows_with_keys_not_with_requests() -> None:
     assert sum(array.nbytes for array in simulator.state) < 200_000
 
 
+def test_the_key_table_grows_with_the_keys_not_with_the_chunks() -> None:
+    simulator = CacheSimulator(trace_of((0, 0)), replace(CONFIG, ghost_keys=0), FOREVER)
+    for chunk in range(1, 16):
+        simulator.extend(trace_of((chunk, chunk), (chunk, chunk % 3)))
+        simulator.step(1.0)
+    assert len(simulator.state.records) <= 2 * 16
+    assert len(simulator.state.ring) <= 8 * 16
+
+
+def test_room_for_refreshes_is_made_only_where_there_are_some() -> None:
+    simulator = CacheSimulator(trace_of((0, 1), (1e9, 1)), replace(CONFIG, ghost_keys=0), FOREVER)
+    assert simulator.step(1e9 + 1).signals.requests == 2
+    assert len(simulator.state.starts) < 100
+
+
 def test_recency_survives_a_key_table_that_grows() -> None:
     # Each chunk brings as many new keys as there were: every time the table, the records and the ring are made anew.
     trace = sessions(4_000, 1_500, duration=4_000.0, seed=5)
