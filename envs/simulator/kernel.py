@@ -498,14 +498,10 @@ def _skip_rounds(state: State, until: float) -> None:
 @compiled()
 def room(state: State, columns: Columns, until: float) -> tuple[int, int]:
     """Return the room that :func:`run` needs in ``starts`` and in ``misses`` at most."""
-    ints, params = state.ints, state.params
+    ints = state.ints
     requests = max(np.searchsorted(columns.time, until, side="left") - ints[POSITION], 0)
-    # Each request may come to wait, and each refresh that the token bucket allows.
-    refreshes = 0
-    if params[WARMUP] > 0.0:
-        rounds = max(until - state.floats[NEXT_TICK], 0.0) + params[PERIOD]
-        refreshes = int(params[BURST] + params[REFRESH_RATE] * rounds) + 2
-    return ints[PENDING] + requests + refreshes, requests
+    # Each request may come to wait, and as many refreshes as may be under way: one that waits beyond the window keeps its place.
+    return ints[PENDING] + requests + len(state.refreshing), requests
 
 
 @compiled(allocates=False)

@@ -14,6 +14,7 @@ from envs.simulator.batch import SimulatorBatch
 from envs.workloads import Trace, sessions
 from serving.hotset import WarmupRules
 from serving.knobs import Knobs
+from serving.latency import UpstreamModel
 
 CONFIG = SimConfig(ttl_jitter=0.0, ghost_keys=256)
 FOREVER = Knobs(10_000, math.inf)
@@ -162,10 +163,32 @@ def test_the_key_table_grows_with_the_keys_not_with_the_chunks() -> None:
     assert len(simulator.state.ring) <= 8 * 16
 
 
-def test_room_for_refreshes_is_made_only_where_there_are_some() -> None:
-    simulator = CacheSimulator(trace_of((0, 1), (1e9, 1)), replace(CONFIG, ghost_keys=0), FOREVER)
+@pytest.mark.parametrize("warmup_ratio", [0.0, 1.0])
+def test_a_window_of_years_needs_no_room_for_its_rounds(warmup_ratio: float) -> None:
+    config = replace(CONFIG, ghost_keys=0, warmup=WarmupRules(period=1e6, refreshes_per_second=1e3))
+    simulator = CacheSimulator(trace_of((0, 1), (1e9, 1)), config, Knobs(10_000, math.inf, warmup_ratio))
     assert simulator.step(1e9 + 1).signals.requests == 2
     assert len(simulator.state.starts) < 100
+
+
+def test_refreshes_that_wait_for_a_slow_model_have_room() -> None:
+    # One slot that is busy for hours: every refresh waits beyond its window, and no more of them than may be under way.
+    config = replace(
+        CONFIG,
+        ghost_keys=0,
+        upstream=UpstreamModel(slots=1, ttft=5_000.0),
+        refreshes_inflight=3,
+        warmup=WarmupRules(min_score=0.5, refreshes_per_second=50.0, burst=100),
+    )
+    simulator = CacheSimulator(trace_of(*[(float(at), at) for at in range(40)]), config, Knobs(10_000, 5.0, 1.0))
+    waiting, refreshes = [], 0
+    for _ in range(60):
+        window = simulator.step(1.0)
+        waiting.append(window.signals.upstream_waiting)
+        refreshes += window.refreshes
+    assert refreshes == 3
+    # All that was sent waits behind the first but for the one that runs.
+    assert waiting[-1] == pytest.approx(40 + 3 - 1)
 
 
 def test_recency_survives_a_key_table_that_grows() -> None:
