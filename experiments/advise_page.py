@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from html import escape
-from importlib.resources import files
-from string import Template
 
 import numpy as np
-import orjson
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
-from plotly.offline import get_plotlyjs
 
 from agents.words import knob_words, size_words, ttl_words
 from envs.objective import Prices
 from envs.price_book import PRICES, PriceBook
 from experiments.advice import BATCHES, CHOSEN_ON, CONFIDENCE, WORTH_IT, Advice, Outcome, Saving
 from experiments.advise import FEW, WARM
-from experiments.charts import TERM_NAMES, TERMS
+from experiments.chart_style import cost_by_term, lay_out
+from experiments.page import fill_page, plain_figure, table, tile
 from experiments.sensitivity import MOVED
 from experiments.verdict import seconds, usd
 from serving.knobs import Knobs
@@ -54,59 +50,38 @@ def build_page(advice: Advice, book: PriceBook, *, command: str = "") -> str:
         "terms": _terms(advice),
     }
     facts = advice.facts
-    return _template().substitute(
-        title=escape(f"Cache advice for {facts.name}"),
+    return fill_page(
+        "advise",
+        {
+            "heat_hint": escape(_heat_hint(advice)),
+            "settings": _settings(advice),
+            "outlook": _outlook(advice),
+            "assumed": _assumed(advice),
+            "prices": _prices(advice.prices, book),
+            "command": escape(command or "cachepilot advise"),
+        },
+        title=f"Cache advice for {facts.name}",
         subtitle=_subtitle(advice),
+        note=facts.note,
         tone=_TONES[advice.verdict],
-        verdict=escape(_TITLES[advice.verdict]),
-        reason=_prose(advice.reason),
-        basis=escape(
+        verdict=_TITLES[advice.verdict],
+        reason=advice.reason[:1].upper() + advice.reason[1:],
+        basis=(
             f"Chosen on the first {CHOSEN_ON:.0%} of the requests, judged on the rest, which the choice has not seen. In this "
             f"run {advice.method}."
         ),
         tiles=_tiles(advice),
-        warnings=_list(advice.warnings),
-        heat_hint=escape(_heat_hint(advice)),
-        settings=_settings(advice),
-        outlook=_outlook(advice),
-        assumed=_assumed(advice),
-        prices=_prices(advice.prices, book),
-        command=escape(command or "cachepilot advise"),
-        plotly=_plotly(),
-        figures=orjson.dumps({name: orjson.loads(figure.to_json()) for name, figure in figures.items()})
-        .decode()
-        .replace("<", "\\u003c"),
+        warnings=advice.warnings,
+        figures={name: plain_figure(figure) for name, figure in figures.items()},
     )
-
-
-@cache
-def _template() -> Template:
-    return Template(files("experiments").joinpath("advise.html").read_text("utf-8"))
-
-
-@cache
-def _plotly() -> str:
-    # The library's text is put between script tags as it is; a closing tag within it would end the element early.
-    return str(get_plotlyjs()).replace("</script", "<\\/script")
-
-
-def _prose(text: str) -> str:
-    return escape(text[:1].upper() + text[1:]).replace("−", "−&#8288;")  # no line break between a sign and its number
-
-
-def _list(items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    return '<ul class="warnings">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _subtitle(advice: Advice) -> str:
     facts = advice.facts
-    text = (
+    return (
         f"{facts.requests:,} requests in {ttl_words(facts.duration)} ({facts.load.rate:,.3g} a second), {facts.keys:,} different "
         f"entries of {size_words(facts.footprint)} in all."
     )
-    return escape(text) + (f"<br>{escape(facts.note)}" if facts.note else "")
 
 
 def _against(advice: Advice) -> tuple[str, Outcome]:
@@ -119,7 +94,7 @@ def _against(advice: Advice) -> tuple[str, Outcome]:
     return "no cache", advice.references["no cache"]
 
 
-def _tiles(advice: Advice) -> str:
+def _tiles(advice: Advice) -> tuple[str, ...]:
     name, other = _against(advice)
     saving = advice.saving(other)
     knobs = advice.recommended.knobs
@@ -132,32 +107,23 @@ def _tiles(advice: Advice) -> str:
     )
     ink = _ink(saving)
     size = size_words(knobs.cache_size) if knobs.cache_size else "no cache"
-    return "".join(
-        (
-            _tile("Cheapest setting", size, f"ttl {ttl_words(knobs.ttl)}, warm-up {knobs.warmup_ratio:.0%}"),
-            _tile(f"Saves against {name}, held out", _share(saving.share), bounds, ink),
-            _tile(
-                "At this rate",
-                f"{_dollars(saving.held_out.value * advice.per_day)} a day",
-                f"saved against {name}, held out",
-                ink,
-            ),
-            _tile("Hit ratio, held out", f"{late.hit_ratio:.1%}", f"{points:+.1f} points against {name}".replace("-", "−")),
-        )
+    return (
+        tile("Cheapest setting", size, f"ttl {ttl_words(knobs.ttl)}, warm-up {knobs.warmup_ratio:.0%}"),
+        tile(f"Saves against {name}, held out", _share(saving.share), bounds, ink),
+        tile(
+            "At this rate",
+            f"{_dollars(saving.held_out.value * advice.per_day)} a day",
+            f"saved against {name}, held out",
+            ink,
+        ),
+        tile("Hit ratio, held out", f"{late.hit_ratio:.1%}", f"{points:+.1f} points against {name}".replace("-", "−")),
     )
 
 
 def _ink(saving: Saving) -> str:
     if not saving.held_out.known:
         return ""
-    return " good-ink" if saving.held_out.low > 0 else " bad-ink" if saving.held_out.high < 0 else ""
-
-
-def _tile(name: str, value: str, under: str, ink: str = "") -> str:
-    return (
-        f'<div class="tile"><div class="name">{escape(name)}</div><div class="value{ink}">{escape(value)}</div>'
-        f'<div class="range">{escape(under)}</div></div>'
-    )
+    return "good-ink" if saving.held_out.low > 0 else "bad-ink" if saving.held_out.high < 0 else ""
 
 
 def _dollars(value: float) -> str:
@@ -191,19 +157,6 @@ def _marks(advice: Advice) -> list[tuple[str, str, str, Knobs]]:
     if advice.current is not None and advice.current is not advice.recommended:
         marks.append(("current", "diamond", CURRENT, advice.current.knobs))
     return [mark for mark in marks if mark[3].cache_size > 0]
-
-
-def _layout(figure: go.Figure, height: int) -> go.Figure:
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 64, "r": 18, "t": 26, "b": 44},
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
-        font={"family": "system-ui, sans-serif", "size": 12.5},
-    )
-    figure.update_xaxes(zeroline=False, automargin=True, title_font_size=12.5, title_standoff=8)
-    figure.update_yaxes(zeroline=False, automargin=True, title_font_size=12.5, title_standoff=10)
-    return figure
 
 
 def _heat_map(advice: Advice) -> go.Figure:
@@ -257,7 +210,7 @@ def _heat_map(advice: Advice) -> go.Figure:
             marker={"symbol": symbol, "size": 17, "color": colour, "line": {"color": "#ffffff", "width": 2}},
             hovertemplate=f"{name}: {escape(knob_words(knobs))}<extra></extra>",
         )
-    _layout(figure, 430)
+    lay_out(figure, 430)
     figure.update_layout(margin={"b": 96, "t": 34}, showlegend=True)
     every = _tick_step(len(grid.sizes))
     figure.update_xaxes(
@@ -314,7 +267,7 @@ def _hit_ratio_curve(advice: Advice) -> go.Figure:
                 marker={"symbol": symbol, "size": 15, "color": colour, "line": {"color": "#ffffff", "width": 1.5}},
                 hovertemplate=f"{name}: {escape(knob_words(knobs))}: %{{y:.1%}}<extra></extra>",
             )
-    _layout(figure, 400)
+    lay_out(figure, 400)
     figure.update_layout(hovermode="closest", margin={"t": 70})
     every = _tick_step(len(grid.sizes))
     figure.update_xaxes(
@@ -329,26 +282,9 @@ def _hit_ratio_curve(advice: Advice) -> go.Figure:
 
 
 def _terms(advice: Advice) -> go.Figure:
-    figure = go.Figure()
     rows = dict(reversed({"recommended": advice.recommended, **advice.compared}.items()))
-    costs = {name: outcome.totals(advice.prices).cost.to_dict() for name, outcome in rows.items()}
-    for term, colour in TERMS.items():
-        amounts = [cost[term] for cost in costs.values()]
-        if any(amount > 0 for amount in amounts):
-            name = TERM_NAMES.get(term, term)
-            figure.add_bar(
-                y=[_broken(row) for row in costs],
-                x=amounts,
-                name=name,
-                orientation="h",
-                marker={"color": colour},
-                customdata=[usd(amount) for amount in amounts],
-                hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
-            )
-    _layout(figure, 120 + 46 * len(rows))
-    figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35)
-    figure.update_xaxes(title="USD per 1,000 requests, whole trace", rangemode="tozero")
-    return figure
+    costs = {_broken(name): outcome.totals(advice.prices).cost.to_dict() for name, outcome in rows.items()}
+    return cost_by_term(costs, height=120 + 46 * len(rows), title="USD per 1,000 requests, whole trace")
 
 
 def _broken(name: str) -> str:
@@ -380,7 +316,7 @@ def _settings(advice: Advice) -> str:
                 if saving.held_out.known
                 else ""
             )
-            saved = f'<span class="{_ink(saving).strip()}">{_share(saving.share)}</span>{bounds}'
+            saved = f'<span class="{_ink(saving)}">{_share(saving.share)}</span>{bounds}'
             whole = _share(saving.share_whole)
         cells = [
             escape(knob_words(outcome.knobs) if outcome.knobs.cache_size else "nothing is kept"),
@@ -393,8 +329,7 @@ def _settings(advice: Advice) -> str:
             whole,
         ]
         body.append(f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return table(heads, body)
 
 
 def _outlook(advice: Advice) -> str:
@@ -412,8 +347,7 @@ def _outlook(advice: Advice) -> str:
             f"<tr{' class=moved' if moved else ''}><th>{escape(words)}</th><td>{escape(knob_words(choice.knobs))}</td>"
             f"<td>{_share(choice.saving)}</td><td{' class=turned' if turned else ''}>{verdict}</td></tr>"
         )
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return table(heads, body)
 
 
 def _assumed(advice: Advice) -> str:
@@ -477,5 +411,4 @@ def _prices(prices: Prices, book: PriceBook) -> str:
         body.append(
             f"<tr><th>time scale</th><td class=num>{prices.time_scale:g}</td><td>s of the workload per s</td><td></td></tr>"
         )
-    heads = "<th>price</th><th>value</th><th>unit</th><th>source</th>"
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return table(("price", "value", "unit", "source"), body)

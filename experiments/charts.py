@@ -11,25 +11,16 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from experiments.analysis import Analysis
+from experiments.chart_style import TERMS, cost_by_term, lay_out, style_axes
 from experiments.measure import ArmFigures
 from experiments.records import DecisionRecord
 from experiments.report_text import size_unit
 from experiments.stats import Interval
 from experiments.timeline import KnobTimeline
-from experiments.verdict import seconds, usd
+from experiments.verdict import seconds
 
 CONTROL, TREATMENT = "#8492a6", "#2f80ed"
 VERDICTS = {"apply": "#27a55f", "limit": "#e5a00d", "hold": "#e5484d", "keep": "#9aa5b1", "observe": "#c0c8d0"}
-TERMS = {
-    "tokens": "#2f80ed",
-    "refresh": "#56b4e9",
-    "latency": "#27a55f",
-    "memory": "#9b6dd6",
-    "staleness": "#e5a00d",
-    "slo": "#e5484d",
-    "change": "#8492a6",
-}
-TERM_NAMES = {"slo": "P99 above objective", "change": "knob changes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +57,7 @@ def charts(analysis: Analysis) -> dict[str, go.Figure]:
         "knobs": _knobs(analysis, clock),
     }
     for figure in figures.values():
-        figure.update_xaxes(zeroline=False, automargin=True, title_font_size=12.5, title_standoff=8)
-        figure.update_yaxes(zeroline=False, automargin=True, title_font_size=12.5, title_standoff=10)
+        style_axes(figure)
     return figures
 
 
@@ -78,18 +68,6 @@ def _colour(analysis: Analysis, arm: str) -> str:
 def _rgba(colour: str, alpha: float) -> str:
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
-
-
-def _layout(figure: go.Figure, height: int) -> go.Figure:
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 64, "r": 18, "t": 26, "b": 44},
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
-        hovermode="x unified",
-        font={"family": "system-ui, sans-serif", "size": 12.5},
-    )
-    return figure
 
 
 def _runs(windows: Sequence[ArmFigures], pick: Callable[[ArmFigures], Interval]) -> Iterator[list[ArmFigures]]:
@@ -155,7 +133,8 @@ def _over_time(
             hovertemplate="%{customdata}",
         )
         top = max([top, *(value.high for value in values if value.known), *(v.value for v in values if math.isfinite(v.value))])
-    _layout(figure, 320)
+    lay_out(figure, 320)
+    figure.update_layout(hovermode="x unified")
     figure.update_xaxes(title=f"{clock.name} since the start", range=_x_range(analysis, clock))
     figure.update_yaxes(title=title, rangemode="tozero", tickformat=".0%" if percent else None)
     if percent:
@@ -180,25 +159,9 @@ def _range(value: Interval, percent: bool) -> str:
 
 
 def _terms(analysis: Analysis) -> go.Figure:
-    figure = go.Figure()
     arms = [arm for arm in reversed(analysis.experiment.arms) if math.isfinite(analysis.overall[arm].terms.total)]
-    for term, colour in TERMS.items():
-        amounts = [getattr(analysis.overall[arm].terms, term) for arm in arms]
-        if any(amount > 0 for amount in amounts):
-            name = TERM_NAMES.get(term, term)
-            figure.add_bar(
-                y=[escape(arm) for arm in arms],
-                x=amounts,
-                name=name,
-                orientation="h",
-                marker={"color": colour},
-                customdata=[usd(amount) for amount in amounts],
-                hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
-            )
-    _layout(figure, 210)
-    figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35)
-    figure.update_xaxes(title="USD per 1,000 requests", rangemode="tozero")
-    return figure
+    costs = {escape(arm): {term: getattr(analysis.overall[arm].terms, term) for term in TERMS} for arm in arms}
+    return cost_by_term(costs, height=210, title="USD per 1,000 requests")
 
 
 def _steps(timeline: KnobTimeline, start: float, end: float) -> list[float]:
@@ -254,8 +217,8 @@ def _knobs(analysis: Analysis, clock: Clock) -> go.Figure:
             customdata=[_wrapped(record.reason) for record in records],
             hovertemplate="%{customdata}",
         )
-    _layout(figure, 640)
-    figure.update_layout(hoversubplots="axis", legend={"y": 1.01})
+    lay_out(figure, 640)
+    figure.update_layout(hovermode="x unified", hoversubplots="axis", legend={"y": 1.01})
     for row, title in ((1, f"cache size, {unit_name}"), (2, "ttl, seconds")):
         shown = [value for trace in figure.data if trace.yaxis == ("y", "y2")[row - 1] for value in trace.y if value]
         figure.update_yaxes(title=title, type="log", row=row, col=1, **_log_axis(shown))

@@ -6,21 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from html import escape
-from importlib.resources import files
-from string import Template
 from typing import Any
 
-import orjson
 import pandas as pd
-from plotly.offline import get_plotlyjs
 
 from envs.objective import Prices
 from experiments.analysis import Analysis, analyse
-from experiments.charts import CONTROL, TERM_NAMES, TERMS, TREATMENT, charts
+from experiments.chart_style import TERM_NAMES, TERMS
+from experiments.charts import CONTROL, TREATMENT, charts
 from experiments.design import Experiment
 from experiments.measure import ArmFigures, Method
+from experiments.page import fill_page, plain_figure, table, tile
 from experiments.paired import ghost_sentence
 from experiments.records import DecisionRecord
 from experiments.report_prices import price_section
@@ -85,19 +83,8 @@ def build_report(
     return Report(page, summary)
 
 
-@cache
-def _template() -> Template:
-    return Template(files("experiments").joinpath("report.html").read_text("utf-8"))
-
-
-@cache
-def _plotly() -> str:
-    # The library's text is put between script tags as it is; a closing tag within it would end the element early.
-    return str(get_plotlyjs()).replace("</script", "<\\/script")
-
-
 def _page(analysis: Analysis, title: str, note: str, command: str) -> str:
-    figures = {name: orjson.loads(figure.to_json()) for name, figure in charts(analysis).items()}
+    figures = {name: plain_figure(figure) for name, figure in charts(analysis).items()}
     drawn = {name: figure for name, figure in figures.items() if _has_points(figure)}
     places = {
         f"chart_{name.replace('-', '_')}": (
@@ -108,24 +95,27 @@ def _page(analysis: Analysis, title: str, note: str, command: str) -> str:
         for name in figures
     }
     experiment = analysis.experiment
-    return _template().substitute(
-        title=escape(title),
-        subtitle=escape(_subtitle(analysis)) + (f"<br>{escape(note)}" if note else ""),
+    return fill_page(
+        "report",
+        {
+            "arms": _arms(analysis),
+            "paired": _paired(analysis),
+            "prices": price_section(analysis),
+            "method": method_section(analysis, note),
+            "decisions": _decisions(analysis),
+            "command": escape(command or f"cachepilot experiment report {experiment.name}"),
+            **places,
+        },
+        title=title,
+        subtitle=_subtitle(analysis),
+        note=note,
         tone=_TONES.get(analysis.verdict.outcome, "even"),
-        verdict=escape(analysis.verdict.outcome),
-        reason=escape(analysis.verdict.reason).replace("−", "−&#8288;"),  # no line break between a sign and its number
-        basis=escape(analysis.verdict.basis),
+        verdict=analysis.verdict.outcome,
+        reason=analysis.verdict.reason,
+        basis=analysis.verdict.basis,
         tiles=_tiles(analysis),
-        warnings=_list([*analysis.verdict.warnings, *analysis.caveats]),
-        arms=_arms(analysis),
-        paired=_paired(analysis),
-        prices=price_section(analysis),
-        method=method_section(analysis, note),
-        decisions=_decisions(analysis),
-        command=escape(command or f"cachepilot experiment report {experiment.name}"),
-        plotly=_plotly(),
-        figures=orjson.dumps(drawn).decode().replace("<", "\\u003c"),
-        **places,
+        warnings=[*analysis.verdict.warnings, *analysis.caveats],
+        figures=drawn,
     )
 
 
@@ -172,52 +162,41 @@ def _subtitle(analysis: Analysis) -> str:
     )
 
 
-def _tiles(analysis: Analysis) -> str:
+def _tiles(analysis: Analysis) -> tuple[str, ...]:
     differences = analysis.differences
     base = analysis.control.cost.value
     cost = differences.cost
     relative = f"{100 * cost.value / base:+.1f}%" if base > 0 and math.isfinite(cost.value) else "unknown"
     hits, p99 = differences.hit_ratio, differences.p99
-    return "".join(
-        (
-            _tile("Cost per 1,000 requests", relative, cost, usd, better=-1),
-            _tile(
-                "Hit ratio",
-                f"{100 * hits.value:+.1f} points" if math.isfinite(hits.value) else "unknown",
-                hits,
-                lambda value: f"{100 * value:.1f}",
-                better=1,
-            ),
-            _tile(
-                "P99 latency",
-                _signed(p99.value, seconds) if math.isfinite(p99.value) else "unknown",
-                p99,
-                seconds,
-                better=-1,
-            ),
-        )
+    return (
+        _tile("Cost per 1,000 requests", relative, cost, usd, better=-1),
+        _tile(
+            "Hit ratio",
+            f"{100 * hits.value:+.1f} points" if math.isfinite(hits.value) else "unknown",
+            hits,
+            lambda value: f"{100 * value:.1f}",
+            better=1,
+        ),
+        _tile(
+            "P99 latency",
+            _signed(p99.value, seconds) if math.isfinite(p99.value) else "unknown",
+            p99,
+            seconds,
+            better=-1,
+        ),
     )
 
 
 def _tile(name: str, value: str, change: Interval, form: Callable[[float], str], *, better: int) -> str:
-    tone = ""
+    ink = ""
     if change.known and (change.low > 0 or change.high < 0):
-        tone = " good-ink" if better * change.value > 0 else " bad-ink"
+        ink = "good-ink" if better * change.value > 0 else "bad-ink"
     bounds = f"{_signed(change.low, form)} to {_signed(change.high, form)}" if change.known else "no interval"
-    return (
-        f'<div class="tile"><div class="name">{name}, treatment − control</div>'
-        f'<div class="value{tone}">{escape(value.replace("-", "−"))}</div><div class="range">{escape(bounds)}</div></div>'
-    )
+    return tile(f"{name}, treatment − control", value.replace("-", "−"), bounds, ink)
 
 
 def _signed(value: float, form: Callable[[float], str]) -> str:
     return ("−" if value < 0 else "+") + form(abs(value))
-
-
-def _list(items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    return '<ul class="warnings">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _cell(value: Interval, form: Callable[[float], str], unit: str = "") -> str:
@@ -262,16 +241,16 @@ def _arms(analysis: Analysis) -> str:
         "P99 latency": _change(differences.p99, seconds),
         "Cost per 1,000 requests": _change(differences.cost, usd),
     }
-    heads = "".join(
-        f'<th><span class="dot" style="background:{colour}"></span>{escape(arm.arm)}</th>'
+    heads = [
+        f'<span class="dot" style="background:{colour}"></span>{escape(arm.arm)}'
         for arm, colour in ((control, CONTROL), (treatment, TREATMENT))
-    )
-    body = "".join(
+    ]
+    body = [
         f'<tr><th class="{"sub-row" if nested else "row"}">{escape(name)}</th>'
         f"<td>{show(control)}</td><td>{show(treatment)}</td><td>{changes.get(name, '')}</td></tr>"
         for name, nested, show in rows
-    )
-    return f"<table><thead><tr><th></th>{heads}<th>difference</th></tr></thead><tbody>{body}</tbody></table>"
+    ]
+    return table(["", *heads, "difference"], body)
 
 
 def _change(value: Interval, form: Callable[[float], str], unit: str = "") -> str:
@@ -317,15 +296,9 @@ def _decisions(analysis: Analysis) -> str:
         return '<h2>Decisions</h2><p class="empty">The ledger has no decisions of this experiment.</p>'
     shown = records[-MAX_ROWS:]
     cut = f" (the newest {MAX_ROWS} of {len(records):,})" if len(records) > MAX_ROWS else f" ({len(records):,})"
-    rows = "".join(_decision(record, analysis.start) for record in shown)
-    heads = "".join(
-        f"<th>{name}</th>"
-        for name in ("After", "Arm", "Policy", "Guard", "Knobs", "Reason", "Version", "Confirmed", "Hit ratio", "Cost before")
-    )
-    return (
-        f"<details><summary>Decisions{cut}</summary><div class='wide'><table><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div></details>"
-    )
+    heads = ("After", "Arm", "Policy", "Guard", "Knobs", "Reason", "Version", "Confirmed", "Hit ratio", "Cost before")
+    rows = table(heads, (_decision(record, analysis.start) for record in shown))
+    return f"<details><summary>Decisions{cut}</summary><div class='wide'>{rows}</div></details>"
 
 
 def _decision(record: DecisionRecord, start: float) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from envs.objective import Prices
 from envs.price_book import PRICES, default_book
+from experiments.page import table
 from experiments.price_moves import Conclusion, in_words
 from experiments.sensitivity import MOVED, Sensitivity
 from experiments.verdict import usd
@@ -44,8 +45,7 @@ def price_table(prices: Prices) -> str:
             f'<tr><th class="row">{escape(MOVED[name])}</th><td{mark}>{_plain(value)}</td><td>{escape(entry.unit)}</td>'
             f"<td>{_plain(entry.low)} to {_plain(entry.high)}</td><td>{source}</td></tr>"
         )
-    heads = "".join(f"<th>{head}</th>" for head in ("", "used", "unit", "somebody would pay", "source"))
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return table(("", "used", "unit", "somebody would pay", "source"), body)
 
 
 def moves_table(moves: Sensitivity[Conclusion]) -> str:
@@ -60,10 +60,8 @@ def moves_table(moves: Sensitivity[Conclusion]) -> str:
         f"{_cells(row.outcome, moves.base)}</tr>"
         for row in moves.moved
     ]
-    heads = "".join(
-        f"<th>{head}</th>" for head in ("price", "moved", "verdict", "treatment saves", "difference per 1,000 requests")
-    )
-    return f"<table id='price-moves'><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    heads = ("price", "moved", "verdict", "treatment saves", "difference per 1,000 requests")
+    return table(heads, lines, "price-moves")
 
 
 def price_section(analysis: Analysis) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from envs.objective import Prices
 from envs.price_book import default_book
@@ -15,7 +13,7 @@ from experiments.advise import advise
 from experiments.advise_page import build_page
 from experiments.trace_source import TraceSource
 from serving.knobs import Knobs
-from tests.requirements import program
+from tests.experiments.pages import body, chart_names, drawn
 
 SPEC = "made:sessions?n_requests=1500&n_keys=200&seed=5"
 
@@ -23,11 +21,6 @@ SPEC = "made:sessions?n_requests=1500&n_keys=200&seed=5"
 @pytest.fixture(scope="module")
 def advice():
     return advise(TraceSource(SPEC), config=SimConfig(ghost_keys=0), current=Knobs(8192, 600.0))
-
-
-def body(page):
-    """The page without its scripts and styles."""
-    return re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
 
 
 def test_the_page_says_what_was_found_and_what_was_assumed(advice):
@@ -59,45 +52,19 @@ def test_text_from_outside_cannot_become_markup(advice):
     assert page.count("<script>") == page.count("</script>") == 2
 
 
-@pytest.fixture(scope="module")
-def browser():
-    chromium = program("chromium")
-    arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    quiet = ["--disable-background-networking", "--disable-component-update"]
-    with sync_playwright() as player:
-        started = player.chromium.launch(executable_path=chromium, args=[*arguments, *quiet])
-        yield started
-        started.close()
-
-
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 500)])
 @pytest.mark.parametrize("compared", [True, False])
 def test_the_page_draws_itself_without_errors_and_without_the_network(browser, tmp_path, advice, scheme, width, compared):
     if not compared:
         advice = replace(advice, current=None, verdict="use")
-    path = tmp_path / "advice.html"
-    path.write_text(build_page(advice, default_book()), "utf-8")
-    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
-    problems, requests = [], []
-    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(path.as_uri())
-    page.wait_for_selector("body[data-drawn=true]", timeout=30_000)
-    charts = page.locator(".chart svg.main-svg").evaluate_all(
-        "all => all.map(one => [one.closest('.chart').id, one.clientWidth, one.clientHeight])"
-    )
-    assert {name for name, _, _ in charts} == {"chart-heat", "chart-curve", "chart-terms"}
-    assert all(wide > 300 and high > 150 for _, wide, high in charts)
-    marks = page.locator("#chart-heat .legendtext").all_text_contents()
-    assert marks == (["recommended", "current"] if compared else ["recommended"])
-    # The switch shows the other map.
-    assert "USD per 1,000" in (page.locator("#chart-heat").text_content() or "")
-    page.get_by_role("button", name="hit ratio").click()
-    page.wait_for_selector("body[data-shown='hit ratio']")
-    assert "USD per 1,000" not in (page.locator("#chart-heat").text_content() or "")
-    assert page.evaluate("document.getElementById('chart-heat').data.slice(0, 2).map(map => map.visible)") == [False, True]
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
-    assert problems == []
-    page.close()
+    html = build_page(advice, default_book())
+    with drawn(browser, tmp_path / "advice.html", html, scheme, width) as page:
+        assert chart_names(page) == {"heat", "curve", "terms"}
+        marks = page.locator("#chart-heat .legendtext").all_text_contents()
+        assert marks == (["recommended", "current"] if compared else ["recommended"])
+        # The switch shows the other map.
+        assert "USD per 1,000" in (page.locator("#chart-heat").text_content() or "")
+        page.get_by_role("button", name="hit ratio").click()
+        page.wait_for_selector("body[data-shown='hit ratio']")
+        assert "USD per 1,000" not in (page.locator("#chart-heat").text_content() or "")
+        assert page.evaluate("document.getElementById('chart-heat').data.slice(0, 2).map(map => map.visible)") == [False, True]

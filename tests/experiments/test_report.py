@@ -1,16 +1,14 @@
 import json
-import re
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from envs.objective import Prices
 from experiments.measure import Method
 from experiments.report import build_report
 from experiments.report_text import knobs_text
 from serving.knobs import MIB, Knobs
+from tests.experiments.pages import body, chart_names, drawn
 from tests.experiments.samples import STATIC, curve, decision, experiment, finite, traffic
-from tests.requirements import program
 
 QUICK = Method(replicates=60)
 BIG = Knobs(64 * MIB, float("inf"), 0.25)
@@ -25,11 +23,6 @@ DECISIONS = [
 
 def report(log=LOG, decisions=DECISIONS, design=None, **how):
     return build_report(design or experiment(), decisions, log, method=QUICK, **how)
-
-
-def body(page):
-    """The page without its scripts and styles."""
-    return re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
 
 
 def test_the_summary_is_json_and_holds_what_scripts_need():
@@ -186,43 +179,16 @@ def test_a_torn_log_is_mentioned():
     assert any("2 last lines" in caveat for caveat in report(log).summary["caveats"])
 
 
-@pytest.fixture(scope="module")
-def browser():
-    chromium = program("chromium")
-    arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    quiet = ["--disable-background-networking", "--disable-component-update"]
-    with sync_playwright() as player:
-        started = player.chromium.launch(executable_path=chromium, args=[*arguments, *quiet])
-        yield started
-        started.close()
-
-
 @pytest.mark.parametrize(
-    ("scheme", "made", "drawn"),
+    ("scheme", "made", "charts"),
     [
         ("light", lambda: report(), {"hit-ratio", "p99", "cost", "terms", "knobs"}),
         ("dark", lambda: report(windows=1, decisions=[]), {"hit-ratio", "p99", "cost", "terms", "knobs"}),
         ("light", lambda: report(LOG[:0], [], experiment(knobs={})), set()),
     ],
 )
-def test_the_page_draws_itself_without_errors_and_without_the_network(browser, tmp_path, scheme, made, drawn):
-    path = tmp_path / "report.html"
-    path.write_text(made().html, "utf-8")
-    page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 800})
-    problems, requests = [], []
-    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(path.as_uri())
-    page.wait_for_selector("body[data-drawn=true]", timeout=30_000)
-    charts = page.locator(".chart svg.main-svg").evaluate_all(
-        "all => all.map(one => [one.closest('.chart').id, one.clientWidth, one.clientHeight])"
-    )
-    assert {name.removeprefix("chart-") for name, _, _ in charts} == drawn
-    assert all(width > 300 and height > 150 for _, width, height in charts)
-    assert page.locator("#verdict .what").is_visible()
-    assert page.locator("#verdict .what").inner_text().lower() in ("treatment better", "not enough data")
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
-    assert problems == []
-    page.close()
+def test_the_page_draws_itself_without_errors_and_without_the_network(browser, tmp_path, scheme, made, charts):
+    with drawn(browser, tmp_path / "report.html", made().html, scheme, 1280) as page:
+        assert chart_names(page) == charts
+        assert page.locator("#verdict .what").is_visible()
+        assert page.locator("#verdict .what").inner_text().lower() in ("treatment better", "not enough data")
