@@ -18,7 +18,7 @@ from urllib.parse import unquote_plus
 import numpy as np
 
 from envs.workloads.compose import mix
-from envs.workloads.errors import TraceError
+from envs.workloads.errors import TraceError, require
 from envs.workloads.generators import DAY, sessions, zipf_ranks
 from envs.workloads.patterns import (
     add_documents,
@@ -29,7 +29,6 @@ from envs.workloads.patterns import (
     crowd_mass,
     day_and_night,
     of_tenant,
-    require,
 )
 from envs.workloads.trace import Trace
 

@@ -1,8 +1,9 @@
-"""What is raised for a trace that cannot be read."""
+"""What is raised for a trace that cannot be read, and for arguments out of their range."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class TraceError(ValueError):
@@ -35,3 +36,18 @@ class TraceError(ValueError):
 
 def _again(path: Path, expected: str, line: int | None, excerpt: str, unit: str) -> TraceError:
     return TraceError(path, expected, line=line, excerpt=excerpt, unit=unit)
+
+
+def require(what: str, *checks: tuple[str, Any, str, bool]) -> None:
+    """Refuse arguments that are out of range.
+
+    Args:
+        what: What they are arguments of, for the text.
+        checks: Name, value, what was expected, and whether it is so.
+
+    Raises:
+        ValueError: With the first that is not.
+    """
+    for name, value, expected, good in checks:
+        if not good:
+            raise ValueError(f"{what}: {name}: expected {expected}, got {value!r}")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.workloads.entry import entry_bytes, prompt_tokens, text_key
+from envs.workloads.errors import require
 from envs.workloads.trace import Trace
 from serving.keys import mix64_array
 
@@ -91,7 +92,8 @@ def sessions(
     Raises:
         ValueError: If an argument is out of its range.
     """
-    for name, value, expected, good in (
+    require(
+        "sessions",
         ("n_requests", n_requests, "at least 1", n_requests >= 1),
         ("n_keys", n_keys, "at least 1", n_keys >= 1),
         ("alpha", alpha, "a finite number >= 0", 0 <= alpha < math.inf),
@@ -102,9 +104,7 @@ def sessions(
         ("repeat", repeat, "a probability from 0 to below 1", 0 <= repeat < 1),
         ("session_length", session_length, "a finite number >= 1", 1 <= session_length < math.inf),
         ("think_time", think_time, "finite seconds >= 0", 0 <= think_time < math.inf),
-    ):
-        if not good:
-            raise ValueError(f"sessions: {name}: expected {expected}, got {value!r}")
+    )
     random = np.random.default_rng(seed)
     time, session = _arrivals(
         random, n_requests, duration, diurnal, min(duration, DAY) if day is None else day, session_length, think_time

@@ -9,34 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from envs.workloads.compose import mix
 from envs.workloads.entry import entry_bytes
+from envs.workloads.errors import require
 from envs.workloads.generators import answer_tokens, question_tokens, zipf_ranks
 from envs.workloads.trace import Trace
 from serving.keys import mix64, mix64_array
 
 _BLOCKS = 48
 """A day has this many stretches within which a key is asked for in its day or its night form, so that repeats stay repeats."""
-
-
-def require(what: str, *checks: tuple[str, Any, str, bool]) -> None:
-    """Refuse arguments that are out of range.
-
-    Args:
-        what: The pattern, for the text.
-        checks: Name, value, what was expected, and whether it is so.
-
-    Raises:
-        ValueError: With the first that is not.
-    """
-    for name, value, expected, good in checks:
-        if not good:
-            raise ValueError(f"{what}: {name}: expected {expected}, got {value!r}")
 
 
 def day_and_night(trace: Trace, *, day: float, contrast: float = 0.8, share: float = 0.7, seed: int = 0) -> Trace:

@@ -12,8 +12,6 @@ import numpy.typing as npt
 import orjson
 
 from envs.workloads.entry import entry_bytes, prompt_tokens, text_key
-from envs.workloads.errors import TraceError
-from envs.workloads.lines import split_lines
 from envs.workloads.readers.batch import LATEST, MOST_TOKENS, SIZE_EXPECTED, Batch, Input, Verdict, make_batch
 from envs.workloads.readers.tables import CsvTable, encoding_error
 from envs.workloads.trace import MOST_BYTES
@@ -64,19 +62,23 @@ class _Paths:
         return list(self._number_of), reference
 
 
-class ElasticApache:
-    """A web server's log as CSV: ``t_s, method, path, status, bytes``."""
-
-    note = (
-        "GET requests of a web server (elastic/examples): a path stands for a prompt, its bytes over 4 for the answer's "
-        "tokens (16 to 2048). Real arrivals and repeats, but not of a language model."
-    )
+class _PathReader:
+    """A reader whose prompts are paths."""
 
     def __init__(self, given: Input) -> None:
         self._given = given
         self._paths = _Paths()
         self.tenants: list[str] = []
         self.prompts = self._paths.prompts
+
+
+class ElasticApache(_PathReader):
+    """A web server's log as CSV: ``t_s, method, path, status, bytes``."""
+
+    note = (
+        "GET requests of a web server (elastic/examples): a path stands for a prompt, its bytes over 4 for the answer's "
+        "tokens (16 to 2048). Real arrivals and repeats, but not of a language model."
+    )
 
     def batches(self) -> Iterator[Batch]:
         """Yield the GET requests; :class:`envs.workloads.readers.batch.Reader`."""
@@ -92,7 +94,7 @@ class ElasticApache:
             verdict.reject(self._given)
 
 
-class WebLog:
+class WebLog(_PathReader):
     """Apache's and nginx's own logs (common and combined format): GETs that were answered (2xx, 304), by path and query.
 
     A 304 has no body: it counts as long as the path's last answer that had one.
@@ -104,41 +106,17 @@ class WebLog:
     )
 
     def __init__(self, given: Input) -> None:
-        self._given = given
-        self._paths = _Paths()
+        super().__init__(given)
         self._minutes: dict[str, float] = {}
         self._lengths: dict[str, int] = {}
-        self.tenants: list[str] = []
-        self.prompts = self._paths.prompts
 
     def batches(self) -> Iterator[Batch]:
         """Yield the requests; :class:`envs.workloads.readers.batch.Reader`."""
-        for first, block in self._given.source.blocks():
-            lines: list[int] = []
-            times: list[float] = []
-            paths: list[str] = []
-            sizes: list[int] = []
-            failed: TraceError | None = None
-            for number, line in enumerate(split_lines(block), start=first):
-                try:
-                    if (request := self._request(number, line)) is not None:
-                        lines.append(number)
-                        times.append(request[0])
-                        paths.append(request[1])
-                        sizes.append(request[2])
-                except TraceError as error:
-                    try:
-                        self._given.reject(error)
-                    except TraceError as raised:
-                        failed = raised
-                        break
-            if lines:
-                yield self._paths.batch(lines, times, paths, sizes)
-            if failed is not None:
-                raise failed
+        for rows in self._given.rows(self._request):
+            yield self._paths.batch(*zip(*rows, strict=True))
 
-    def _request(self, number: int, line: bytes) -> tuple[float, str, int] | None:
-        """Return time, path and bytes of an answered GET; None for any other request."""
+    def _request(self, number: int, line: bytes) -> tuple[int, float, str, int] | None:
+        """Return line, time, path and bytes of an answered GET; None for any other request."""
         try:
             text = line.decode().rstrip("\r\n")
         except UnicodeDecodeError as error:
@@ -161,7 +139,7 @@ class WebLog:
             size = self._lengths.get(path, size)
         else:
             self._lengths[path] = size
-        return self._moment(number, minute, zone) + int(second), path, size
+        return number, self._moment(number, minute, zone) + int(second), path, size
 
     def _moment(self, number: int, minute: str, zone: str) -> float:
         known = self._minutes.get(minute + zone)
@@ -194,35 +172,21 @@ class GatewayLog:
 
     def batches(self) -> Iterator[Batch]:
         """Yield the requests; :class:`envs.workloads.readers.batch.Reader`."""
-        for first, block in self._given.source.blocks():
-            rows: list[tuple[float, int, int, int, int, int]] = []
-            failed: TraceError | None = None
-            for number, line in enumerate(split_lines(block), start=first):
-                if line.isspace() or not line.endswith(b"\n"):
-                    continue
-                try:
-                    if (row := self._row(number, line)) is not None:
-                        rows.append(row)
-                except TraceError as error:
-                    try:
-                        self._given.reject(error)
-                    except TraceError as raised:
-                        failed = raised
-                        break
-            if rows:
-                lines, times, keys, sizes, asked, answered = zip(*rows, strict=True)
-                yield make_batch(
-                    time=times,
-                    line=lines,
-                    key=np.array(keys, np.uint64),
-                    size=sizes,
-                    input_tokens=asked,
-                    output_tokens=answered,
-                )
-            if failed is not None:
-                raise failed
+        for rows in self._given.rows(self._row):
+            lines, times, keys, sizes, asked, answered = zip(*rows, strict=True)
+            yield make_batch(
+                time=times,
+                line=lines,
+                key=np.array(keys, np.uint64),
+                size=sizes,
+                input_tokens=asked,
+                output_tokens=answered,
+            )
 
-    def _row(self, number: int, line: bytes) -> tuple[float, int, int, int, int, int] | None:
+    def _row(self, number: int, line: bytes) -> tuple[int, float, int, int, int, int] | None:
+        """Return line, time, key, size and both tokens of what was asked of the cache; None for any other line."""
+        if line.isspace() or not line.endswith(b"\n"):
+            return None
         try:
             row = orjson.loads(line)
             outcome, key = row["outcome"], row["key"]
@@ -238,7 +202,7 @@ class GatewayLog:
             raise self._given.error(form, number, line.decode(errors="replace").strip()) from error
         if outcome not in _ASKED_OF_CACHE or size == 0:
             return None
-        return number, at, key, size, asked, answered  # type: ignore[return-value]
+        return number, at, key, size, asked, answered
 
 
 def is_gateway_row(row: dict[str, object]) -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from envs.workloads.errors import TraceError
-from envs.workloads.lines import Source
+from envs.workloads.lines import Source, split_lines
 from envs.workloads.trace import MOST_BYTES
 
+Row = TypeVar("Row")
 Column = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 Batch = dict[str, Column]
@@ -113,6 +114,33 @@ class Input:
     def error(self, expected: str, line: int | None, excerpt: object = "") -> TraceError:
         """Return the error that something else was expected in a line of this file."""
         return TraceError(self.path, expected, line=None if line is None else int(line), excerpt=str(excerpt).strip())
+
+    def rows(self, parse: Callable[[int, bytes], Row | None]) -> Iterator[list[Row]]:
+        """Yield what the lines of each block of the file hold; blocks that hold nothing are left out.
+
+        Args:
+            parse: Makes a row of a line's number and bytes, None of a line without one; raises TraceError for a bad line.
+
+        Raises:
+            TraceError: For the first bad line, after the rows before it, unless bad lines are skipped.
+        """
+        for first, block in self.source.blocks():
+            rows: list[Row] = []
+            failed: TraceError | None = None
+            for number, line in enumerate(split_lines(block), start=first):
+                try:
+                    if (row := parse(number, line)) is not None:
+                        rows.append(row)
+                except TraceError as error:
+                    try:
+                        self.reject(error)
+                    except TraceError as raised:
+                        failed = raised
+                        break
+            if rows:
+                yield rows
+            if failed is not None:
+                raise failed
 
 
 class Verdict:

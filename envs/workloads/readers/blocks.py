@@ -10,8 +10,6 @@ import numpy.typing as npt
 import orjson
 
 from envs.workloads.entry import entry_bytes
-from envs.workloads.errors import TraceError
-from envs.workloads.lines import split_lines
 from envs.workloads.readers.batch import LATEST, Batch, Input, make_batch
 from serving.keys import mix64_array
 
@@ -65,41 +63,27 @@ class BlockLines:
 
     def batches(self) -> Iterator[Batch]:
         """Yield a row for each reference to a block; :class:`envs.workloads.readers.batch.Reader`."""
-        for first, block in self._given.source.blocks():
-            times: list[float] = []
-            tenants: list[int] = []
-            lines: list[int] = []
-            ids: list[list[int]] = []
-            failed: TraceError | None = None
-            for number, line in enumerate(split_lines(block), start=first):
-                if line.isspace():
-                    continue
-                try:
-                    row = orjson.loads(line)
-                    moment, blocks = float(row["timestamp"]), row["hash_ids"]
-                    kind = str(row.get("type", "")) if self._typed else ""
-                    good = _whole(blocks) and 0.0 <= moment / self._per_second <= LATEST
-                    error = None if good else self._given.error(self._form, number, line.decode().strip())
-                except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as caught:
-                    reason = f"{self._form} ({type(caught).__name__}: {caught})"
-                    error = self._given.error(reason, number, line.decode(errors="replace").strip())
-                if error is not None:
-                    try:
-                        self._given.reject(error)
-                    except TraceError as raised:
-                        failed = raised
-                        break
-                    continue
-                times.append(moment / self._per_second)
-                tenants.append(self._number_of.setdefault(kind, len(self._number_of)) if self._typed else 0)
-                lines.append(number)
-                ids.append(blocks)
-            if ids:
-                yield self._batch(times, tenants, lines, ids)
-            if failed is not None:
-                raise failed
+        for rows in self._given.rows(self._row):
+            yield self._batch(*zip(*rows, strict=True))
 
-    def _batch(self, times: list[float], tenants: list[int], lines: list[int], ids: list[list[int]]) -> Batch:
+    def _row(self, number: int, line: bytes) -> tuple[float, int, int, list[int]] | None:
+        """Return time, tenant, line and blocks of a request; None for an empty line."""
+        if line.isspace():
+            return None
+        try:
+            row = orjson.loads(line)
+            moment, blocks = float(row["timestamp"]), row["hash_ids"]
+            kind = str(row.get("type", "")) if self._typed else ""
+            good = _whole(blocks) and 0.0 <= moment / self._per_second <= LATEST
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as caught:
+            reason = f"{self._form} ({type(caught).__name__}: {caught})"
+            raise self._given.error(reason, number, line.decode(errors="replace")) from caught
+        if not good:
+            raise self._given.error(self._form, number, line.decode())
+        tenant = self._number_of.setdefault(kind, len(self._number_of)) if self._typed else 0
+        return moment / self._per_second, tenant, number, blocks
+
+    def _batch(self, times: Sequence[float], tenants: Sequence[int], lines: Sequence[int], ids: Sequence[list[int]]) -> Batch:
         lengths = np.array([len(blocks) for blocks in ids], np.int64)
         block = np.array([number for blocks in ids for number in blocks], np.uint64)
         chain = np.arange(len(block)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from envs.workloads.errors import TraceError
+from envs.workloads.errors import TraceError, require
 from envs.workloads.lines import Source
 from envs.workloads.readers.batch import Batch, Input, Reader, Texts, join, take
 from envs.workloads.readers.known import check_format, find, open_reader
@@ -30,8 +30,24 @@ RATE_SCALE = 1e-3
 class TraceStream:
     """A trace that is read as it is iterated; once. Use it as a context manager, or close it, or iterate to its end.
 
+    Its format is told by its content. Plain, gzip, zstd, bzip2 or xz. Memory holds a chunk, what comes within ``lateness``, and
+    for text formats the distinct texts.
+
     Iterating yields a :class:`Trace` for each chunk, in order of time on one axis: seconds since the trace's first request.
     Blocks of one chain are in one chunk. Chunks have no prompts.
+
+    Args:
+        path: The file.
+        format: Name of the format (:data:`envs.workloads.readers.KNOWN`) instead of telling it by the content.
+        columns: What the columns of a CSV or Parquet file mean: ``time``, ``key``, ``size``, ``input_tokens``,
+            ``output_tokens``, ``tenant``, ``document``, ``group`` to their names; and ``time_unit`` (s, ms, us, ns),
+            ``delimiter``, ``header`` (yes, no: then the columns are named 1, 2, ...), ``size_bytes`` (of every entry).
+        limit: Requests to read at most, from the start; None for all.
+        skip_bad_lines: Count bad lines and leave them out instead of raising.
+        chunk: Requests of a chunk.
+        lateness: Seconds by which a request may stand after a later one; then it is put in order, else it is a bad line.
+        seed: Of what a format has to draw (ServeGen, banking77).
+        rate_scale: Factor on the rates of a format that has rates (ServeGen).
 
     Attributes:
         name: Where it comes from.
@@ -40,6 +56,10 @@ class TraceStream:
         total_bytes: Bytes of the file as it lies on the disk.
         requests: Requests yielded so far.
         zero_sized: Requests left out so far because their entry has no bytes.
+
+    Raises:
+        TraceError: If the file is missing, a directory, empty, damaged, or of no known format.
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(
@@ -56,14 +76,13 @@ class TraceStream:
         rate_scale: float = RATE_SCALE,
     ) -> None:
         check_format(format)
-        for what, value, expected, good in (
+        require(
+            "trace",
             ("limit", limit, "at least 1 request or None for all", limit is None or limit >= 1),
             ("chunk", chunk, "at least 1 request", chunk >= 1),
             ("lateness", lateness, "seconds >= 0", lateness >= 0),
             ("rate_scale", rate_scale, "a finite factor > 0", 0 < rate_scale < float("inf")),
-        ):
-            if not good:
-                raise ValueError(f"trace: {what}: expected {expected}, got {value!r}")
+        )
         if columns:
             check_map(columns)
         path = Path(path)
@@ -311,47 +330,5 @@ def stem(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-def stream(
-    path: Path | str,
-    *,
-    format: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    skip_bad_lines: bool = False,
-    chunk: int = CHUNK,
-    lateness: float = LATENESS,
-    seed: int = 0,
-    rate_scale: float = RATE_SCALE,
-) -> TraceStream:
-    """Open a trace to be read in chunks; its format is told by its content. Plain, gzip, zstd, bzip2 or xz.
-
-    Memory holds a chunk, what comes within ``lateness``, and for text formats the distinct texts.
-
-    Args:
-        path: The file.
-        format: Name of the format (:data:`envs.workloads.readers.KNOWN`) instead of telling it by the content.
-        columns: What the columns of a CSV or Parquet file mean: ``time``, ``key``, ``size``, ``input_tokens``,
-            ``output_tokens``, ``tenant``, ``document``, ``group`` to their names; and ``time_unit`` (s, ms, us, ns),
-            ``delimiter``, ``header`` (yes, no: then the columns are named 1, 2, ...), ``size_bytes`` (of every entry).
-        limit: Requests to read at most, from the start; None for all.
-        skip_bad_lines: Count bad lines and leave them out instead of raising.
-        chunk: Requests of a chunk.
-        lateness: Seconds by which a request may stand after a later one; then it is put in order, else it is a bad line.
-        seed: Of what a format has to draw (ServeGen, banking77).
-        rate_scale: Factor on the rates of a format that has rates (ServeGen).
-
-    Raises:
-        TraceError: If the file is missing, a directory, empty, damaged, or of no known format.
-        ValueError: If an argument is out of its range.
-    """
-    return TraceStream(
-        path,
-        format=format,
-        columns=columns,
-        limit=limit,
-        skip_bad_lines=skip_bad_lines,
-        chunk=chunk,
-        lateness=lateness,
-        seed=seed,
-        rate_scale=rate_scale,
-    )
+stream = TraceStream
+"""Open a trace to be read in chunks: :class:`TraceStream` by what it does."""
