@@ -14,7 +14,7 @@ from envs.simulator import SimConfig
 from envs.workloads import Trace, sessions
 from serving.keys import mix64
 from serving.knobs import Knobs, KnobSpace
-from serving.latency import UpstreamModel
+from serving.latency import MOST_SLOTS, UpstreamModel
 
 MEAN_SERVICE = 0.30
 TTFT_SHARE = 0.25
@@ -115,7 +115,7 @@ def model_for(misses_per_second: float, output_tokens: float) -> UpstreamModel:
         output_tokens: Completion tokens of a mean answer.
     """
     return UpstreamModel(
-        slots=max(2, math.ceil(misses_per_second * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM)),
+        slots=min(max(2, math.ceil(misses_per_second * MEAN_SERVICE * (1 + CONTENTION) * HEADROOM)), MOST_SLOTS),
         ttft=MEAN_SERVICE * TTFT_SHARE,
         tpot=MEAN_SERVICE * (1 - TTFT_SHARE) / max(1.0, output_tokens),
         contention=CONTENTION,

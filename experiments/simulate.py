@@ -26,7 +26,7 @@ Usages = npt.NDArray[np.float64]
 _FIELDS = tuple(item.name for item in fields(UsageBatch))
 _REQUESTS, _P99, _BUDGET, _DURATION = (_FIELDS.index(name) for name in ("requests", "p99", "budget_bytes", "duration"))
 
-MOST_WINDOWS = 1_000_000
+MOST_WINDOWS = 100_000
 """More windows than these are refused: they would take more memory than the trace's keys."""
 
 PAST_THE_END = 1e-6
@@ -326,7 +326,7 @@ def simulate(
 
     Raises:
         envs.workloads.TraceError: If the trace cannot be read, or has no request.
-        InputError: If there would be more than a million windows.
+        InputError: If there would be more than :data:`MOST_WINDOWS` windows.
     """
     began = time.monotonic()
     reading = source.open()

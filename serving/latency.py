@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+MOST_SLOTS = 1_000_000
+"""More than any fleet runs at the same time; who simulates a model remembers each slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpstreamModel:
@@ -21,7 +24,7 @@ class UpstreamModel:
         contention: Relative slowdown per token when all slots are busy.
 
     Raises:
-        ValueError: If ``slots`` is below 1, or another value is negative or not finite.
+        ValueError: If ``slots`` is below 1 or above :data:`MOST_SLOTS`, or another value is negative or not finite.
     """
 
     slots: int = 8
@@ -30,8 +33,8 @@ class UpstreamModel:
     contention: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"upstream model: slots: expected a whole number >= 1, got {self.slots!r}")
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise ValueError(f"upstream model: slots: expected a whole number from 1 to {MOST_SLOTS:,}, got {self.slots!r}")
         for item in fields(self)[1:]:
             value = getattr(self, item.name)
             if not (math.isfinite(value) and value >= 0):

@@ -184,6 +184,10 @@ def show_advice(
     """
     current = _current(current_cache_size, current_ttl, current_warmup_ratio)
     config, sized, book = cache.config(settings)
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        # Before the work, which may take long.
+        what = "it is a directory" if html.is_dir() else f"there is no directory {html.parent}"
+        raise InputError(f"--html {str(html)!r}: expected a file that can be written, but {what}: name another")
     largest = None if max_cache_size is None else parse_size(max_cache_size, "--max-cache-size")
     with progress_on(err) as told:
         found = advise(
@@ -251,12 +255,14 @@ def progress_on(console: Console, clock: Callable[[], float] = time.monotonic) -
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
     starts: dict[str, float] = {}
-    said = began
+    said = last = began
 
     def told(phase: str, share: float, requests: int) -> None:
-        nonlocal said
+        nonlocal said, last
         now = clock()
-        first = starts.setdefault(phase, now if starts else began)
+        # A phase begins where the one before it was heard of last.
+        first = starts.setdefault(phase, last)
+        last = now
         rate = f"{requests:,} requests, {requests / max(now - first, 1e-9):,.0f} a second"
         if now - began < PATIENCE:
             return

@@ -178,6 +178,31 @@ def told() -> Callable[[list[tuple[float, float]]], str]:
     return run
 
 
+def test_a_later_phase_is_as_fast_as_the_time_since_the_phase_before() -> None:
+    text, clock = io.StringIO(), Clock()
+    with progress_on(Console(file=text, width=100), clock) as tell:
+        for clock.now, phase in ((20.0, "reading"), (40.0, "simulating")):
+            tell(phase, 1.0, 1000)
+    assert text.getvalue().splitlines() == [
+        "reading: 100%, 1,000 requests, 50 a second",
+        "simulating: 100%, 1,000 requests, 50 a second",
+    ]
+
+
+@pytest.mark.parametrize("place", ["", "no/such/advice.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(cachepilot: Cachepilot, tmp_path: Path, place: str) -> None:
+    shown = cachepilot("advise", "no-such-trace.csv", "--html", str(tmp_path / place))
+    assert shown.returncode == 2
+    assert "expected a file that can be written" in shown.stderr
+
+
+def test_more_slots_than_can_be_are_refused(cachepilot: Cachepilot) -> None:
+    shown = cachepilot("simulate", MADE, "--slots", "99999999999999999999")
+    assert shown.returncode == 2
+    assert "slots: expected a whole number from 1 to 1,000,000" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
 def test_short_work_shows_no_progress(told: Callable[[list[tuple[float, float]]], str]) -> None:
     assert told([(0.5, 0.3), (1.9, 1.0)]) == ""
 
