@@ -416,7 +416,8 @@ def remarks(advice: Advice, outcomes: Mapping[Knobs, Outcome]) -> list[str]:
             "P99 follow from it; behind a slower one hits are worth more, so larger caches and longer TTLs pay. Give --slots, "
             "--ttft and --tpot."
         )
-    gap = advice.recommended.cost(advice.prices) / advice.hindsight.cost(advice.prices) - 1
+    least = advice.hindsight.cost(advice.prices)
+    gap = advice.recommended.cost(advice.prices) / least - 1 if least > 0 else 0.0
     if advice.hindsight is not advice.recommended and gap > 0.001:
         found.append(
             f"With hindsight over the whole trace {knob_words(advice.hindsight.knobs)} would have been the cheapest; the choice "

@@ -118,6 +118,7 @@ class TraceSource:
     skip_bad_lines: bool = False
     chunk: int = 262_144
     _made: Trace | None = field(default=None, repr=False)
+    _begun: bool = field(default=False, repr=False)
 
     def open(self) -> Reading:
         """Begin a pass.
@@ -132,8 +133,13 @@ class TraceSource:
                     trace = make(self.spec)
                     self._made = trace if self.limit is None else trace.slice(0, self.limit)
                 return MadeReading(self._made)
+            path = Path(self.spec)
+            if self._begun and path.exists() and not path.is_file():
+                what = "a file, since it is read more than once and a pipe gives its content once: write it to a file first"
+                raise TraceError(self.spec, what)
+            self._begun = True
             return stream(
-                Path(self.spec),
+                path,
                 format=self.format,
                 columns=self.columns,
                 limit=self.limit,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from envs.objective import Prices
 from envs.simulator import CacheSimulator, SimConfig
+from envs.workloads import TraceError
 from experiments import advise as module
 from experiments.advice import CHOSEN_ON, WORTH_IT, judge, saving_of, worth_it
 from experiments.advise import NO_CACHE, advise
@@ -182,6 +185,32 @@ def test_too_few_requests_are_said_to_be_too_few():
     found = advise(TraceSource("made:sessions?n_requests=150&n_keys=20"), config=CONFIG, current=TINY)
     assert found.verdict == "not enough data"
     assert finite(found.to_dict())
+
+
+def test_where_nothing_costs_anything_there_is_an_advice_still():
+    free = Prices(
+        input_mtok=0.0,
+        output_mtok=0.0,
+        memory_gib_hour=0.0,
+        latency_second=0.0,
+        stale_answer=0.0,
+        slo_second=0.0,
+        change_step=0.0,
+    )
+    found = advise(TraceSource(SPEC), config=replace(CONFIG, prices=free))
+    assert found.recommended.cost(free) == 0
+    assert found.verdict == "use"
+
+
+def test_a_pipe_that_would_be_read_twice_is_refused(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = "time,key,size\n" + "".join(f"{at},{at % 7},100\n" for at in range(2000))
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    with pytest.raises(TraceError, match="a pipe gives its content once"):
+        advise(TraceSource(str(pipe)), config=CONFIG, exact_requests=0)
+    writer.join()
 
 
 def test_requests_all_at_one_time_are_refused(tmp_path):
