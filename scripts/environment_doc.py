@@ -58,8 +58,9 @@ HEAD = _text(
 
     ```python
     import envs, gymnasium
-    env = gymnasium.make("CacheTuning-v0")           # or trace=..., config=SimConfig(...), interval=60.0
-    observation, info = env.reset(seed=0)            # one interval on the initial knobs, from empty caches
+
+    env = gymnasium.make("CacheTuning-v0")  # or trace=..., config=SimConfig(...), interval=60.0
+    observation, info = env.reset(seed=0)  # one interval on the initial knobs, from empty caches
     observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
     ```
     """
@@ -86,6 +87,7 @@ VECTOR = _text(
     from envs.cache_env import make_task
     from envs.vec_env import CacheTuningVecEnv
     from stable_baselines3 import PPO
+
     PPO("MlpPolicy", CacheTuningVecEnv(make_task(reward="relative"), num_envs=32)).learn(100_000)
     ```
 
