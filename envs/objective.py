@@ -22,6 +22,10 @@ GIB = float(1 << 30)
 _BOOK = default_book().values()
 
 
+MOST = 1e12
+"""No price is higher: sums over a trace, and prices that are doubled, have to stay finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prices:
     """What things cost, in US dollars. Defaults are those of the price book (``envs/prices.yaml``), with their sources there.
@@ -52,8 +56,8 @@ class Prices:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"prices: {item.name}: expected a finite number >= 0, got {value!r}")
+            if not 0 <= value <= MOST:
+                raise ValueError(f"prices: {item.name}: expected a number from 0 to {MOST:g}, got {value!r}")
         if self.time_scale == 0:
             raise ValueError("prices: time_scale: expected a number > 0, got 0")
 

@@ -39,9 +39,11 @@ from envs.simulator.state import (
     HIT_BYTES,
     HOT_HALF_LIFE,
     HOT_KEYS,
+    IN_FLIGHT,
     INPUT,
     JITTER,
     LANDMARK,
+    LAST_START,
     MATCH,
     MEMORY_BUDGET,
     MEMORY_BYTES,
@@ -78,6 +80,7 @@ from envs.simulator.state import (
     WARMUP,
     Columns,
     Floats,
+    Ints,
     Places,
     State,
 )  # fmt: skip
@@ -221,20 +224,50 @@ def _put(state: State, key: int, size: int, group: int, now: float) -> None:
 
 
 @compiled(allocates=False)
+def _free_slot(busy: Floats, ints: Ints, floats: Floats, now: float) -> float:
+    """Return when a call that is made now can start: at once, or when the first of those under way has ended.
+
+    ``busy`` is a heap of the ends of the calls under way. Nobody starts before those who came earlier, so what has ended by this
+    start is dropped for good: ``IN_FLIGHT`` is then the number of calls that run beside it. O(log slots).
+    """
+    start: float = max(now, floats[LAST_START])
+    if ints[IN_FLIGHT] == len(busy):
+        start = max(start, busy[0])
+    floats[LAST_START] = start
+    while ints[IN_FLIGHT] > 0 and busy[0] <= start:
+        ints[IN_FLIGHT] -= 1
+        count, last = ints[IN_FLIGHT], busy[ints[IN_FLIGHT]]
+        place, child = 0, 1
+        while child < count:
+            if child + 1 < count and busy[child + 1] < busy[child]:
+                child += 1
+            if busy[child] >= last:
+                break
+            busy[place] = busy[child]
+            place, child = child, 2 * child + 1
+        busy[place] = last
+    return start
+
+
+@compiled(allocates=False)
+def _occupy(busy: Floats, ints: Ints, finish: float) -> None:
+    """Put the end of a call into the heap."""
+    place = ints[IN_FLIGHT]
+    ints[IN_FLIGHT] += 1
+    while place > 0 and busy[(place - 1) // 2] > finish:
+        busy[place] = busy[(place - 1) // 2]
+        place = (place - 1) // 2
+    busy[place] = finish
+
+
+@compiled(allocates=False)
 def _call(state: State, now: float, output_tokens: int, until: float) -> float:
     """Send one request upstream; return its latency. Calls are made in order of time, so the queue is first come first served."""
-    busy = state.busy
-    slot = 0
-    for other in range(1, len(busy)):
-        if busy[other] < busy[slot]:
-            slot = other
-    start = max(now, busy[slot])
-    running = 0
-    for other in range(len(busy)):
-        running += busy[other] > start
-    params = state.params
-    finish = start + params[TTFT] + output_tokens * params[TPOT] * (1.0 + params[CONTENTION] * running / len(busy))
-    busy[slot] = finish
+    busy, params = state.busy, state.params
+    start = _free_slot(busy, state.ints, state.floats, now)
+    load = params[CONTENTION] * state.ints[IN_FLIGHT] / len(busy)
+    finish = start + params[TTFT] + output_tokens * params[TPOT] * (1.0 + load)
+    _occupy(busy, state.ints, finish)
     if start < until:
         state.floats[BUSY_SECONDS] += min(finish, until) - start
     else:
@@ -256,12 +289,16 @@ def _first_free(until: Floats) -> int:
 
 
 @compiled(allocates=False)
-def _tick(state: State, now: float, until: float) -> None:
-    """One round of warm-up: refresh what is planned and not live, best first, while the token bucket lasts."""
+def _tick(state: State, now: float, until: float) -> bool:
+    """One round of warm-up: refresh what is planned and not live, best first, while the token bucket lasts.
+
+    Returns:
+        Whether no key is hot enough to be planned: nor will one be before the next request.
+    """
     ints, floats, params, asked, refreshing = state.ints, state.floats, state.params, state.asked, state.refreshing
     floats[BUCKET] = min(params[BURST], floats[BUCKET] + params[REFRESH_RATE] * params[PERIOD])
     if floats[BUCKET] < _TOKEN or refreshing[_first_free(refreshing)] > now:
-        return
+        return False
     decay = 2.0 ** (-(now - floats[LANDMARK]) / params[HOT_HALF_LIFE])
     low, high = 0, ints[HOT_KEYS]
     while low < high:
@@ -286,7 +323,7 @@ def _tick(state: State, now: float, until: float) -> None:
     for place in range(found):
         key, free = due[place], _first_free(refreshing)
         if floats[BUCKET] < _TOKEN or refreshing[free] > now:
-            return
+            return False
         floats[BUCKET] -= 1.0
         ints[REFRESHES] += 1
         ints[REFRESH_INPUT] += asked[key, ASKED_INPUT]
@@ -294,6 +331,7 @@ def _tick(state: State, now: float, until: float) -> None:
         refreshing[free] = now + _call(state, now, asked[key, ASKED_OUTPUT], until)
         group = state.kin[key, GROUP] if params[MATCH] > 0.0 else 0
         _put(state, key, asked[key, ASKED_SIZE], group, now)
+    return low == 0
 
 
 @compiled(allocates=False)
@@ -347,7 +385,7 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
     ttl, jitter, half_life, match = params[TTL], params[JITTER], params[HALF_LIFE], params[MATCH]
     ttft, tpot, contention = params[TTFT], params[TPOT], params[CONTENTION] / len(busy)
     prefix, documents, aging = params[PREFIX] > 0.0, params[DOCUMENTS] > 0.0, half_life < math.inf
-    mask, slots = len(ring) - 1, len(busy)
+    mask = len(ring) - 1
     row, count, early = ints[POSITION], len(times), 0
     stale = floats[STALE]
     while row < count and times[row] < horizon:
@@ -386,20 +424,9 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
         else:
             # Sent upstream, first come first served: calls are made in order of time.
             tokens = output_tokens[row]
-            slot, free = 0, busy[0]
-            for other in range(1, slots):
-                if busy[other] < free:
-                    slot, free = other, busy[other]
-            start, running = max(now, free), 0
-            if free > now:
-                running = slots - 1
-                for other in range(slots):
-                    running -= other != slot and busy[other] <= start
-            else:
-                for other in range(slots):
-                    running += busy[other] > start
-            finish = start + ttft + tokens * tpot * (1.0 + contention * running)
-            busy[slot] = finish
+            start = _free_slot(busy, ints, floats, now)
+            finish = start + ttft + tokens * tpot * (1.0 + contention * ints[IN_FLIGHT])
+            _occupy(busy, ints, finish)
             if start < until:
                 floats[BUSY_SECONDS] += min(finish, until) - start
             else:
@@ -524,7 +551,7 @@ def run(state: State, columns: Columns, begin: float, until: float) -> None:
         if starts[place] >= until:
             starts[ints[PENDING]] = starts[place]
             ints[PENDING] += 1
-    for slot in range(len(state.busy)):
+    for slot in range(ints[IN_FLIGHT]):
         # A slot that is busy beyond the last window is so without a gap: whatever waits for it starts when it becomes free.
         floats[BUSY_SECONDS] += max(0.0, min(state.busy[slot], until) - begin)
 
@@ -545,8 +572,12 @@ def run(state: State, columns: Columns, begin: float, until: float) -> None:
             ints[UPDATE] += 1
         else:
             count_hot(state, columns)
-            _tick(state, tick, until)
+            cold = _tick(state, tick, until)
             floats[NEXT_TICK] += params[PERIOD]
+            if cold:
+                # Idle hours have no rounds that could matter.
+                row = ints[POSITION]
+                _skip_rounds(state, min(columns.time[row] if row < len(columns.time) else math.inf, until))
     ints[MISSES] = missed
     if params[WARMUP] <= 0.0:
         _skip_rounds(state, until)

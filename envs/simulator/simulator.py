@@ -361,6 +361,7 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
     floats[k.NEXT_TICK] = now + warmup.period
     floats[k.BUCKET] = max(1.0, warmup.burst)
     floats[k.LANDMARK] = math.nan
+    floats[k.LAST_START] = now
     params = np.zeros(k.N_PARAMS)
     params[k.JITTER] = config.ttl_jitter
     params[k.HALF_LIFE] = config.staleness_half_life
@@ -392,7 +393,7 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
         spare_weight=np.zeros(places),
         starts=np.empty(0),
         misses=np.empty(0),
-        busy=np.full(config.upstream.slots, now),
+        busy=np.empty(config.upstream.slots),
         refreshing=np.full(config.refreshes_inflight, now),
         ints=ints,
         floats=floats,

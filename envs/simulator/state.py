@@ -31,13 +31,13 @@ NEWER, OLDER, GROUP = range(3)
 # ``ints``: state, then the window's counters
 (
     POSITION, HEAD, TAIL, MEMORY_TAIL, STORE_BYTES, STORE_ENTRIES, MEMORY_BYTES, MEMORY_ENTRIES, HOT_KEYS, HOT_ROW,
-    PENDING, UPDATE, FLUSH, BROKEN, EARLY,
+    PENDING, UPDATE, FLUSH, BROKEN, EARLY, IN_FLIGHT,
     MEMORY_HITS, STORE_HITS, VECTOR_HITS, MISSES, EVICTIONS, EXPIRATIONS, INPUT, OUTPUT, REFRESH_INPUT, REFRESH_OUTPUT, REFRESHES,
     HIT_BYTES, ALL_BYTES, N_INTS,
-) = range(29)  # fmt: skip
+) = range(30)  # fmt: skip
 FIRST_COUNTER = MEMORY_HITS
 # ``floats``: state, then the window's sums
-(NEXT_TICK, BUCKET, LANDMARK, STALE, MISS_SECONDS, BUSY_SECONDS, WAIT_SECONDS, N_FLOATS) = range(8)
+(NEXT_TICK, BUCKET, LANDMARK, LAST_START, STALE, MISS_SECONDS, BUSY_SECONDS, WAIT_SECONDS, N_FLOATS) = range(9)
 FIRST_SUM = STALE
 # ``params``
 (
@@ -72,7 +72,7 @@ class State(NamedTuple):
         rank: Room for the places that they come to, likewise.
         spare: Room for a copy of ``hot``.
         spare_weight: Room for a copy of ``weight``.
-        busy: When each slot of the upstream becomes free, (slots,).
+        busy: Heap of when each of the ``IN_FLIGHT`` calls under way ends, (slots,).
         refreshing: When each refresh under way ends, (refreshes_inflight,).
         starts: When each call that waits at the window's end starts, seconds: ``PENDING`` of them, with room for all that may
             come to wait in the next window.

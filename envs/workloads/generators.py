@@ -18,6 +18,12 @@ from serving.keys import mix64_array
 
 DAY = 86_400.0
 
+MOST = 100_000_000
+"""More requests or keys than a machine's memory holds are refused before they are drawn."""
+
+LONGEST = 1e11
+"""Seconds of the longest workload, some 3,000 years: beyond it a clock in seconds no longer tells milliseconds apart."""
+
 _TOPICS = (
     "password", "invoice", "delivery", "refund", "subscription", "account", "card", "order", "voucher", "contract",
     "address", "appointment", "warranty", "router", "ticket", "transfer", "balance", "receipt", "profile", "booking",
@@ -94,11 +100,11 @@ def sessions(
     """
     require(
         "sessions",
-        ("n_requests", n_requests, "at least 1", n_requests >= 1),
-        ("n_keys", n_keys, "at least 1", n_keys >= 1),
+        ("n_requests", n_requests, f"from 1 to {MOST:,}", 1 <= n_requests <= MOST),
+        ("n_keys", n_keys, f"from 1 to {MOST:,}", 1 <= n_keys <= MOST),
         ("alpha", alpha, "a finite number >= 0", 0 <= alpha < math.inf),
         ("drift", drift, "a finite number >= 0", 0 <= drift < math.inf),
-        ("duration", duration, "finite seconds > 0", 0 < duration < math.inf),
+        ("duration", duration, f"seconds > 0, at most {LONGEST:g}", 0 < duration <= LONGEST),
         ("diurnal", diurnal, "a share between 0 and 1", 0 <= diurnal <= 1),
         ("day", day, "finite seconds > 0, or None", day is None or 0 < day < math.inf),
         ("repeat", repeat, "a probability from 0 to below 1", 0 <= repeat < 1),

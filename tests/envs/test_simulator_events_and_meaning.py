@@ -205,6 +205,25 @@ def test_recency_survives_a_key_table_that_grows() -> None:
     assert whole.resident == grown.resident
 
 
+def test_an_idle_year_with_warm_up_costs_no_rounds_and_ends_warm() -> None:
+    year = 365 * 86_400.0
+    rules = WarmupRules(period=1.0, refreshes_per_second=10.0, burst=10, min_score=0.5)
+    rows = [(0.0, 1), (1.0, 1), *((year + second, 1 + second % 2) for second in range(20))]
+    config = replace(CONFIG, warmup=rules, ghost_keys=0)
+    simulator = CacheSimulator(trace_of(*rows), config, Knobs(10_000, 5.0, 1.0))
+    assert simulator.step(year).refreshes > 0
+    signals = simulator.step(30.0).signals
+    assert signals.hit_ratio == pytest.approx(18 / 20)
+
+
+def test_thousands_of_slots_queue_as_few_do() -> None:
+    # Twice as many calls at one moment as there are slots: the second half starts when the first one ends.
+    model = UpstreamModel(slots=5_000, ttft=1.0, tpot=0.0, contention=0.0)
+    trace = trace_of(*[(0.0, key) for key in range(10_000)])
+    signals = CacheSimulator(trace, replace(CONFIG, upstream=model, ghost_keys=0), Knobs(0, 1.0)).step(10.0).signals
+    assert (signals.p50, signals.p99, signals.latency_sum) == (pytest.approx(1.5), 2.0, pytest.approx(15_000.0))
+
+
 def test_a_follower_sees_the_leaders_ghost() -> None:
     trace = sessions(2_000, 200, duration=600.0, seed=3)
     leader = CacheSimulator(trace, CONFIG, FOREVER)

@@ -45,7 +45,7 @@ configs = st.builds(
     staleness_half_life=st.sampled_from([5.0, float("inf")]),
     upstream=st.builds(
         UpstreamModel,
-        slots=st.integers(1, 3),
+        slots=st.sampled_from([1, 2, 3, 7]),
         ttft=st.sampled_from([0.0, 0.5]),
         tpot=st.sampled_from([0.03125, 0.25]),
         contention=st.sampled_from([0.0, 0.5]),

@@ -342,7 +342,7 @@ def test_a_spec_is_a_name_with_parameters() -> None:
         ("made:scan?again", "expected again=<value> once"),
         ("made:scan?share=0.1&share=0.2", "expected share=<value> once"),
         ("made:model-release?keys=lost", "keys: stay or change"),
-        ("made:sessions?n_requests=0", "sessions: n_requests: expected at least 1"),
+        ("made:sessions?n_requests=0", "sessions: n_requests: expected from 1 to 100,000,000"),
         ("made:sessions?hot_swaps=1,x", "hot_swaps: a number"),
         ("made:diurnal?peak_to_trough=0.5", "diurnal: peak_to_trough: expected a finite ratio >= 1"),
         ("made:diurnal?contrast=2", "contrast: expected a share between 0 and 1"),
