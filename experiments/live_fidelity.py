@@ -241,10 +241,17 @@ class _Live:
         folder = self._settings.access_log
         assert folder is not None
 
-        async def logged() -> bool:
-            return len(await asyncio.to_thread(read_access_log, folder)) == rows.stop
+        lines = 0
 
-        await _until(logged, f"{rows.stop} requests in the access log at {folder}")
+        async def logged() -> bool:
+            nonlocal lines
+            lines = len(await asyncio.to_thread(read_access_log, folder))
+            return lines >= rows.stop
+
+        try:
+            await _until(logged, f"{rows.stop} requests in the access log at {folder}")
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; it has {lines}") from error
 
     def _calls(self) -> int:
         with urllib.request.urlopen(self._model.metrics_url, timeout=10.0) as answer:

@@ -127,6 +127,8 @@ class Runtime:
             self._background(self._report_knobs(self._config), "report-knobs")
         self._next_window = time.monotonic() + settings.ghost.window
         self._background(self._flush_loop(), "flush")
+        if self._access_log is not None:
+            self._background(self._log_loop(self._access_log), "access-log")
         for warmer in self.warmers.values():
             self._background(self._warm_loop(warmer), "warm-up")
         self.ready = True
@@ -347,6 +349,12 @@ class Runtime:
             if self.store_reachable:
                 _log.warning("going on with the knobs of version %d: %s", self.version, error)
             self.store_reachable = False
+
+    async def _log_loop(self, log: AccessLogWriter) -> None:
+        # A loop of its own: what holds the metrics up, a Redis that does not answer, must not hold up the log.
+        while True:
+            await asyncio.sleep(self.settings.flush_interval)
+            log.flush()
 
     async def _flush_loop(self) -> None:
         while True:
