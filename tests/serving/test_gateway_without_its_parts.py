@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from serving.access_log import read_records
 from serving.embedding import EmbeddingUnavailable
 from serving.knobs import Knobs
 from serving.llm_sim import LlmSimProcess
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_server import RedisServer
+from serving.runtime import Runtime
 from serving.settings import LlmSimSettings
 from tests.serving.gateways import running
 from tests.waiting import until
@@ -138,3 +142,21 @@ async def test_either_replicas_ghost_sees_what_both_answered_and_one_exports_it(
 
         await until(complete, "the ghosts to be exported")
         assert await exported(f'cachepilot_ghost_hits_total{{arm="control",size="{size}",ttl="{ttl!r}"}}') == 4
+
+
+async def test_metrics_that_hang_do_not_hold_up_the_access_log(
+    model: LlmSimProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = asyncio.Event()
+
+    async def hang(runtime: Runtime) -> None:
+        stuck.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Runtime, "_digest", hang)
+    settings = {"upstream": {"base_url": model.base_url}, "access_log": str(tmp_path), "flush_interval": 0.02}
+    async with running(settings) as client:
+        await stuck.wait()
+        await client.ask("hello")
+        log = tmp_path / "access-r0.jsonl"
+        await until(lambda: len(list(read_records(log))) == 1, "the request's line in the log")
