@@ -365,7 +365,7 @@ class Runtime:
             await asyncio.sleep(self.settings.flush_interval)
 
     async def flush(self) -> None:
-        """Apply the feed to ghosts and hot sets, export every metric, write the access log."""
+        """Apply the feed to ghosts and hot sets, export every metric."""
         await self._digest()
         metrics = self.metrics
         for arm in self.names:
@@ -377,8 +377,6 @@ class Runtime:
         metrics.gauge("cachepilot_upstream_inflight", value=float(self.upstream.inflight))
         for _ in metrics.flushing():
             await asyncio.sleep(0)  # requests go first
-        if self._access_log is not None:
-            self._access_log.flush()
 
     async def _digest(self) -> None:
         """Apply the cluster's accesses since the last time."""

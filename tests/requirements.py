@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ TRACES = Path(os.environ.get("CACHEPILOT_TRACES", ROOT.parent / "shared" / "trac
 def _missing(reason: str) -> None:
     if EVERYTHING_REQUIRED:
         pytest.fail(f"{reason} (CACHEPILOT_REQUIRE_ALL=1: nothing may be skipped)", pytrace=False)
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)
 
 
 def program(name: str) -> str:
@@ -26,6 +28,14 @@ def program(name: str) -> str:
         _missing(f"needs the program {name}: run scripts/install-system-packages.sh as root, or install it")
     assert path is not None
     return path
+
+
+def module(name: str) -> Any:
+    """A module that only tests and benchmarks need (installed by ``make test``)."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        _missing(f"needs the module {name}: run make setup-dev")
 
 
 def trace(name: str) -> Path:

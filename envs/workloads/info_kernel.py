@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.compiled import compiled
+from serving.ghost_kernel import mix64
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -17,17 +18,9 @@ BINS = 128 + 56 * 64
 
 
 @compiled()
-def _mix(value: np.uint64) -> np.uint64:
-    z = value + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@compiled()
 def sampled(name: np.uint64, shift: int) -> bool:
     """Tell whether a key is in the sample of one in ``2 ** shift`` keys; smaller samples are parts of greater ones."""
-    return shift == 0 or _mix(name ^ np.uint64(0x5EED0F1A7E57ED00)) >> np.uint64(64 - shift) == np.uint64(0)
+    return shift == 0 or mix64(name ^ np.uint64(0x5EED0F1A7E57ED00)) >> np.uint64(64 - shift) == np.uint64(0)
 
 
 @compiled()
@@ -35,7 +28,7 @@ def place_keys(names: Words, count: int, places: Ints) -> None:
     """Enter the first ``count`` names into an empty hash table (-1 everywhere) of a power of two of places."""
     mask = np.uint64(len(places) - 1)
     for number in range(count):
-        at = np.int64(_mix(names[number]) & mask)
+        at = np.int64(mix64(names[number]) & mask)
         while places[at] >= 0:
             at = (at + 1) & np.int64(mask)
         places[at] = number
@@ -58,7 +51,7 @@ def number_keys(keys: Words, names: Words, count: int, places: Ints, numbers: In
     mask = np.uint64(len(places) - 1)
     for row in range(len(keys)):
         key = keys[row]
-        at = np.int64(_mix(key) & mask)
+        at = np.int64(mix64(key) & mask)
         while places[at] >= 0 and names[places[at]] != key:
             at = (at + 1) & np.int64(mask)
         if places[at] < 0:
@@ -148,7 +141,7 @@ def tally(numbers: Ints, size: Ints, first: int, now: Ints, half: Ints, sizes: I
             count += 1
         now[key] += 1
         sizes[key] = size[row]
-        half[key] += np.int64(_mix(np.uint64(first + row)) & np.uint64(1))
+        half[key] += np.int64(mix64(np.uint64(first + row)) & np.uint64(1))
     return count
 
 

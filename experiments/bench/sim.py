@@ -109,7 +109,7 @@ def run(
             f"it with a table fitted to the keys {min(ratios):.2f}."
         )
     else:
-        note += " libcachesim is not installed: pip install -e .[bench]."
+        note += " libcachesim is not installed: run scripts/install-libcachesim.sh."
     return BenchResult("sim", rows, min(ratios) if ratios else None, "cachepilot bench sim", note)
 
 

@@ -23,13 +23,10 @@ from envs.simulator import CacheSimulator, SimConfig
 from envs.workloads import Trace, load
 from experiments.bench.sim import independent, zipf_trace
 from serving.knobs import Knobs
-from tests.requirements import EVERYTHING_REQUIRED
+from tests.requirements import module
 from tests.requirements import trace as trace_file
 
-if EVERYTHING_REQUIRED:
-    import libcachesim
-else:
-    libcachesim = pytest.importorskip("libcachesim", reason="needs libcachesim: pip install -e .[bench]")
+libcachesim = module("libcachesim")
 
 WINDOWS = 200
 CONFIG = SimConfig(ghost_keys=0)

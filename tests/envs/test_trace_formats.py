@@ -18,6 +18,7 @@ from envs.workloads.readers.servegen import renewals
 from serving.access_log import AccessLogWriter, AccessRecord
 from serving.keys import mix64
 from tests.envs import trace_files as files
+from tests.requirements import module
 from tests.requirements import trace as trace_file
 
 
@@ -149,7 +150,7 @@ def test_oracle_general_and_csv_of_the_same_requests_are_the_same_trace(tmp_path
 
 
 def test_libcachesim_itself_reads_the_same_requests(tmp_path: Path) -> None:
-    libcachesim = pytest.importorskip("libcachesim")
+    libcachesim = module("libcachesim")
     random = np.random.default_rng(2)
     time, objects = np.sort(random.integers(0, 500, 3_000)), random.zipf(1.3, 3_000) % 400
     path = files.write(tmp_path, "t.oracleGeneral.bin", files.oracle_records(time, objects, 10 + objects))
