@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,14 +35,19 @@ def residual_batch(actions: npt.ArrayLike, anchors: Floats, spaces: SpaceBatch, 
     Raises:
         ValueError: If an action is not three finite numbers.
     """
+    shift = np.rint(_checked(actions, anchors) * np.asarray(radius, np.float64) / RESOLUTION) * RESOLUTION
+    moved = spaces.from_steps(spaces.to_steps(anchors) + shift)
+    return np.where(shift.any(axis=1, keepdims=True), moved, spaces.clip(anchors))
+
+
+def _checked(actions: npt.ArrayLike, anchors: Floats) -> Floats:
     values = np.asarray(actions, np.float64)
     if values.shape != anchors.shape:
         raise ValueError(f"action: expected three finite numbers in [-1, 1] for each of {len(anchors)} lanes, got {values.shape}")
     for lane in np.flatnonzero(~np.isfinite(values).all(axis=1)):
         raise ValueError(f"action: lane {lane}: expected three finite numbers in [-1, 1], got {values[lane]}")
-    shift = np.rint(np.minimum(np.maximum(values, -1.0), 1.0) * np.asarray(radius, np.float64) / RESOLUTION) * RESOLUTION
-    moved = spaces.from_steps(spaces.to_steps(anchors) + shift)
-    return np.where(shift.any(axis=1, keepdims=True), moved, spaces.clip(anchors))
+    clipped: Floats = np.minimum(np.maximum(values, -1.0), 1.0)
+    return clipped
 
 
 def residual(
@@ -62,6 +72,66 @@ def residual(
         raise ValueError(f"action: expected three finite numbers in [-1, 1], got {action!r}")
     return to_knobs(residual_batch(values[None], to_array([anchor]), SpaceBatch.of([space]), radius)[0])
 
+
+@dataclass(frozen=True)
+class ActionMap:
+    """How the three numbers of an action become knobs.
+
+    Attributes:
+        kind: ``residual``: grid steps around the anchor. ``absolute``: a position on the whole grid, -1 its lowest point and 1
+            its highest, wherever the anchor is; known to learn worse (PPO with absolute actions lost to the curve), for ablation.
+        radius: Grid steps that a residual action of 1 stands for: size, TTL, warm-up ratio. A knob with 0 stays at the anchor,
+            with ``absolute`` too.
+
+    Raises:
+        ValueError: If the kind is unknown, or the radius is not three finite numbers >= 0.
+    """
+
+    kind: Literal["residual", "absolute"] = "residual"
+    radius: tuple[float, float, float] = RADIUS
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("residual", "absolute"):
+            raise ValueError(f"actions: kind: expected residual or absolute, got {self.kind!r}")
+        object.__setattr__(self, "radius", tuple(float(steps) for steps in self.radius))
+        if len(self.radius) != 3 or not all(0 <= steps < math.inf for steps in self.radius):
+            raise ValueError(f"actions: radius: expected three finite numbers of grid steps >= 0, got {self.radius!r}")
+
+    def batch(self, actions: npt.ArrayLike, anchors: Floats, spaces: SpaceBatch) -> Floats:
+        """Return the knobs that the actions of E lanes ask for, shape (E, 3); see :func:`residual_batch`."""
+        if self.kind == "residual":
+            return residual_batch(actions, anchors, spaces, self.radius)
+        fixed = np.asarray(self.radius) == 0.0
+        steps = (_checked(actions, anchors) + 1.0) / 2.0 * spaces.scale
+        return np.where(fixed, spaces.clip(anchors), spaces.from_steps(np.rint(steps / RESOLUTION) * RESOLUTION))
+
+    def knobs(self, action: npt.ArrayLike, anchor: Knobs, space: KnobSpace) -> Knobs:
+        """Return the knobs that one action asks for: :meth:`batch` of one lane."""
+        values = np.asarray(action, dtype=np.float64)
+        if values.shape != (3,):
+            raise ValueError(f"action: expected three finite numbers in [-1, 1], got {action!r}")
+        return to_knobs(self.batch(values[None], to_array([anchor]), SpaceBatch.of([space]))[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready mapping."""
+        return {"kind": self.kind, "radius_steps": list(self.radius), "resolution_steps": RESOLUTION}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ActionMap:
+        """Build from :meth:`to_dict`'s form.
+
+        Raises:
+            ValueError: If a key is missing or unknown, a value is out of its range, or actions were rounded otherwise then.
+        """
+        if set(values) != {"kind", "radius_steps", "resolution_steps"}:
+            raise ValueError(f"actions: expected the keys kind, radius_steps, resolution_steps; got {sorted(values)}")
+        if values["resolution_steps"] != RESOLUTION:
+            raise ValueError(f"actions: resolution_steps: expected {RESOLUTION:g}, got {values['resolution_steps']!r}")
+        return cls(values["kind"], tuple(values["radius_steps"]))
+
+
+RESIDUAL = ActionMap()
+"""A residual of :data:`RADIUS` around the anchor."""
 
 MAX_STEPS: tuple[float, float, float] = (2.0, 2.0, 2.0)
 """Most that each knob may move in one interval, grid steps; the guard of a live cache allows the same by default."""

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from envs.action import MAX_STEPS, RADIUS
+from envs.action import MAX_STEPS, RESIDUAL, ActionMap
 from envs.knob_batch import to_array
 from envs.lanes import REWARD_LIMIT, Lanes, Windows
 from envs.objective import Prices
@@ -51,7 +51,7 @@ def make_task(
     initial: Knobs | None = None,
     scenarios: Callable[[np.random.Generator], Scenario] | None = None,
     randomise: Randomisation = DOMAIN,
-    radius: tuple[float, float, float] = RADIUS,
+    actions: ActionMap = RESIDUAL,
     max_steps: tuple[float, float, float] = MAX_STEPS,
     reward: Reward = "dollars",
 ) -> Task:
@@ -68,7 +68,7 @@ def make_task(
         scenarios: Draws the scenario of each episode from a random generator, in place of trace, config, prices, interval and
             initial.
         randomise: What differs between episodes.
-        radius: Grid steps that an action of 1 stands for.
+        actions: What an action means.
         max_steps: Most that one interval may move each knob, grid steps.
         reward: How the reward is counted.
 
@@ -83,7 +83,7 @@ def make_task(
         fixed = Scenario(_default_trace() if trace is None else trace, config, interval, initial)
         check(fixed)
         scenarios = lambda rng: fixed  # noqa: E731 - the scenario is made once
-    return Task(scenarios, episode_length, reference, randomise, radius, max_steps, reward)
+    return Task(scenarios, episode_length, reference, randomise, actions, max_steps, reward)
 
 
 class CacheTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
@@ -113,7 +113,7 @@ class CacheTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         initial: Knobs of both caches at the start.
         scenarios: Draws the scenario of each episode, in place of trace, config, prices, interval and initial.
         randomise: What differs between episodes.
-        radius: Grid steps that an action of 1 stands for.
+        actions: What an action means.
         max_steps: Most that one interval may move each knob, grid steps.
         reward: ``dollars`` or ``relative``.
         render_mode: None: there is nothing to render.
@@ -136,7 +136,7 @@ class CacheTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         initial: Knobs | None = None,
         scenarios: Callable[[np.random.Generator], Scenario] | None = None,
         randomise: Randomisation = DOMAIN,
-        radius: tuple[float, float, float] = RADIUS,
+        actions: ActionMap = RESIDUAL,
         max_steps: tuple[float, float, float] = MAX_STEPS,
         reward: Reward = "dollars",
         render_mode: str | None = None,
@@ -153,7 +153,7 @@ class CacheTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
             initial=initial,
             scenarios=scenarios,
             randomise=randomise,
-            radius=radius,
+            actions=actions,
             max_steps=max_steps,
             reward=reward,
         )

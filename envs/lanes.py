@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from envs.action import limit_step_batch, residual_batch
+from envs.action import limit_step_batch
 from envs.knob_batch import Floats, SpaceBatch, put_lanes, to_array, to_knobs
 from envs.objective import CostBatch, PriceBatch
-from envs.observation import Observation, ObservationBatch, Observations
+from envs.observation import Observation, ObservationBatch, Observations, mask_of
 from envs.signal_batch import SIGNALS, SignalBatch
 from envs.simulator import CacheSimulator, SimConfig
 from envs.simulator.batch import BatchWindow, SimulatorBatch
@@ -105,6 +105,7 @@ class Lanes:
         self._knobs = to_array([episode.initial for episode in both])
         self._simulators = SimulatorBatch(_simulators(self._episodes))
         self._left = np.full(count, task.episode_length)
+        self._mask = mask_of(task.hidden)
         self._unit = np.zeros((2, count))  # weighted sum of the reference's dollars per interval, and of the weights
         self._take(self._simulators.step(self._durations))
         self.windows = self._windows(np.full(count, math.nan))
@@ -116,7 +117,7 @@ class Lanes:
         """Run one interval under the actions' knobs; without a curve to act around a lane's knobs are held.
 
         Args:
-            actions: Shape (E, 3), see :func:`envs.action.residual_batch`.
+            actions: Shape (E, 3), see :class:`envs.action.ActionMap`.
 
         Raises:
             ValueError: If an action is not three finite numbers.
@@ -125,7 +126,7 @@ class Lanes:
         known = self._has_anchor[:count, None]
         current = self._knobs[:count]
         around = np.where(known, self._anchors[:count], current)
-        wanted = residual_batch(actions, around, self._own_spaces, self._task.radius)
+        wanted = self._task.actions.batch(actions, around, self._own_spaces)
         return self.move(np.where(known, wanted, current))
 
     def move(self, wanted: Floats) -> Windows:
@@ -150,7 +151,7 @@ class Lanes:
         semantic = episode.config.semantic and episode.trace.match_probability > 0
         tiers = {tier: float(columns[tier][place]) for tier in _TIERS if semantic or tier != "vector"}
         signals = observations.signals.lane(place, episode.config.arm, tiers)
-        return observations.lane(place, episode.config.space, signals)
+        return observations.lane(place, episode.config.space, episode.config.prices, signals)
 
     def put(self, lanes: Sequence[int], other: Lanes) -> None:
         """Go on in ``lanes`` with the episodes of ``other``, which must not be used any more.
@@ -218,7 +219,7 @@ class Lanes:
     def _windows(self, rewards: Floats) -> Windows:
         observed = self._observations
         return Windows(
-            vectors=observed.vectors[: self._count],
+            vectors=observed.vectors[: self._count] * self._mask,
             rewards=rewards,
             over=self._over,
             requests=self._requests[: self._count],

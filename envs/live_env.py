@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from envs.action import MAX_STEPS, RADIUS, limit_step, residual
+from envs.action import MAX_STEPS, RESIDUAL, ActionMap, limit_step
 from envs.live_signals import read_signals
 from envs.objective import Cost, Prices, price
 from envs.observation import DIM, HIGH, LOW, Observation, ObservationBuilder
@@ -85,7 +85,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         episode_length: Steps of an episode; None for no end.
         replicas: Fewest replicas that must report a version before a change counts as in force.
         confirm_timeout: Seconds that the replicas have to report it.
-        radius: Grid steps that an action of 1 stands for.
+        actions: What an action means.
         max_steps: Most that one interval may move each knob, grid steps.
         clock: Returns seconds since the epoch.
         wait: Waits so many seconds.
@@ -112,7 +112,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         episode_length: int | None = None,
         replicas: int = 1,
         confirm_timeout: float = 10.0,
-        radius: tuple[float, float, float] = RADIUS,
+        actions: ActionMap = RESIDUAL,
         max_steps: tuple[float, float, float] = MAX_STEPS,
         clock: Callable[[], float] = time.time,
         wait: Callable[[float], None] = time.sleep,
@@ -138,7 +138,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
         self._length = episode_length
         self._replicas = replicas
         self._confirm_timeout = confirm_timeout
-        self._radius = radius
+        self._actions = actions
         self._max_steps = max_steps
         self._clock = clock
         self._wait = wait
@@ -201,7 +201,7 @@ class CacheTuningLiveEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32
             ValueError: If the action is not three finite numbers.
         """
         before = self.observation
-        wanted = residual(action, before.anchor or before.knobs, self._space, self._radius)
+        wanted = self._actions.knobs(action, before.anchor or before.knobs, self._space)
         return self.step_knobs(wanted if before.anchor is not None else before.knobs)
 
     def step_knobs(self, wanted: Knobs) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:

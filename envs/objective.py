@@ -228,6 +228,24 @@ class MissBatch:
     hit_latency: Floats
 
 
+def miss_cost_batch(misses: MissBatch, prices: PriceBatch) -> Floats:
+    """Return what one miss costs in tokens and in waiting, US dollars, shape (E,)."""
+    tokens = misses.input_tokens * prices.input_mtok + misses.output_tokens * prices.output_mtok
+    return tokens * 1e-6 + misses.miss_latency * prices.latency_second
+
+
+def byte_cost_batch(requests: Floats, duration: Floats, prices: PriceBatch) -> Floats:
+    """Return what a reserved byte costs, US dollars for each request, shape (E,).
+
+    Args:
+        requests: Requests in the window, shape (E,).
+        duration: Its length, seconds by the clock, shape (E,).
+        prices: The prices.
+    """
+    hours = duration * prices.time_scale / 3600.0
+    return hours * prices.memory_gib_hour / requests / GIB
+
+
 def grid_cost_batch(
     hits: Floats,
     stale_hits: Floats,
@@ -255,14 +273,9 @@ def grid_cost_batch(
         US dollars per 1,000 requests, shape (E, S, T).
     """
     with np.errstate(all="ignore"):
-        per_miss = (
-            (misses.input_tokens * prices.input_mtok + misses.output_tokens * prices.output_mtok) * 1e-6
-            + misses.miss_latency * prices.latency_second
-        )  # fmt: skip
+        per_miss = miss_cost_batch(misses, prices)
         per_hit = misses.hit_latency * prices.latency_second
-        hours = duration * prices.time_scale / 3600.0
-        memory = sizes / GIB * (hours * prices.memory_gib_hour / requests)[:, None]
-        of_size = 1000.0 * (memory + per_miss[:, None])
+        of_size = 1000.0 * (sizes * byte_cost_batch(requests, duration, prices)[:, None] + per_miss[:, None])
         per_stale = 1000.0 * prices.stale_answer / requests
     cost = np.empty(hits.shape)
     settings_cost(hits, stale_hits, requests, of_size, 1000.0 * (per_hit - per_miss), per_stale, cost)

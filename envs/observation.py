@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from envs.knob_batch import Floats, SpaceBatch, distance, put_lanes, to_array, to_knobs
 from envs.objective import Cost, CostBatch, PriceBatch, Prices, price_batch
+from envs.seasonal import DAY, SeasonalMemory
 from envs.signal_batch import ABSURD, SignalBatch
 from envs.signals import NAN, ArmSignals
 from envs.smoothing import CurveReadings, CurveSmootherBatch, Indices, Place
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs, KnobSpace
 
-NORMALISATION_VERSION = 1
+NORMALISATION_VERSION = 2
 """Grows whenever a normalisation changes its meaning; part of the schema hash of every trained policy."""
 
 Kind = Literal["share", "centred", "ratio", "count", "offset"]
@@ -75,6 +76,20 @@ class Component:
         return _FORMS[self.kind][2].format(scale=self.scale)
 
 
+AHEAD = (1, 6)
+"""Windows ahead for which the days before are asked."""
+
+SEASONAL: tuple[tuple[str, str, Kind, float, str], ...] = (
+    ("qps", "ratio", "ratio", 4.0, "Requests per second over those now"),
+    ("load", "share", "offset", 0.5, "Share of the model's KV cache in use less that now"),
+    ("p99", "ratio", "ratio", 4.0, "P99 of latency over that now"),
+    ("stale", "share", "offset", 0.2, "Stale answers per request less those now"),
+    ("flush", "share", "share", 1.0, "How often the cache lost what it held"),
+    ("size", "grid steps", "offset", 6.0, "Size at the window's own optimum less that at the smoothed one now"),
+    ("ttl", "grid steps", "offset", 4.0, "TTL at the window's own optimum less that at the smoothed one now"),
+)
+"""What is remembered by the time of day (:mod:`envs.seasonal`): name, unit, kind, scale and meaning of its component."""
+
 SIZE_NEIGHBOURS = (-3, -2, -1, 1, 2, 3)
 TTL_NEIGHBOURS = (-2, -1, 1, 2)
 
@@ -113,8 +128,26 @@ COMPONENTS: tuple[Component, ...] = (
     Component("predicted_regret", "share", "count", 10.0, "Ten times the extra cost of the knobs on the smoothed curve."),
     Component("last_size", "grid steps", "offset", 6.0, "Size at the last window's own optimum less that at the smoothed one's."),
     Component("last_ttl", "grid steps", "offset", 4.0, "TTL at the last window's own optimum less that at the smoothed one's."),
+    Component("curve_trend", "ratio", "ratio", 2.0, "Best cost on the last window's own curve over that on the smoothed one."),
+    Component("window_requests", "requests", "count", 1e5, "Requests in the window: how much its curve can be trusted."),
+    Component("memory_price", "ratio", "ratio", 64.0, "What holding the largest size costs a request over what a miss costs."),
+    Component("stale_price", "ratio", "ratio", 64.0, "What a stale answer costs over what a miss costs."),
+    Component("latency_share", "share", "share", 1.0, "Share of latency in the window's cost."),
+    Component("staleness_share", "share", "share", 1.0, "Share of stale answers in the window's cost."),
+    Component("stale_gap", "share", "offset", 0.2, "Stale answers per request less those that the smoothed curve predicts."),
+    Component("load_trend", "ratio", "ratio", 4.0, "Requests running and waiting at the model over their moving average."),
+    Component("since_flush", "windows", "count", 144.0, "Windows since the cache lost most of what it held.", signal=False),
     Component("hour_sin", "", "offset", 1.0, "Sine of the workload's time of day."),
     Component("hour_cos", "", "offset", 1.0, "Cosine of the workload's time of day."),
+    Component("week_sin", "", "offset", 1.0, "Sine of the workload's time of week."),
+    Component("week_cos", "", "offset", 1.0, "Cosine of the workload's time of week."),
+    *(
+        Component(
+            f"season_{name}+{ahead}", unit, kind, scale, f"{what}, {ahead} window{'s' * (ahead > 1)} ahead by the days before."
+        )
+        for ahead in AHEAD
+        for name, unit, kind, scale, what in SEASONAL
+    ),
     Component("size", "grid, 0..1", "centred", 1.0, "Applied cache_size as a position on the grid.", signal=False),
     Component("ttl", "grid, 0..1", "centred", 1.0, "Applied ttl as a position on the grid.", signal=False),
     Component("warmup", "grid, 0..1", "share", 1.0, "Applied warmup_ratio as a position on the grid.", signal=False),
@@ -142,9 +175,47 @@ _ROWS: dict[Kind, npt.NDArray[np.intp]] = {
 _SCALES: dict[Kind, Floats] = {kind: np.array([COMPONENTS[row].scale for row in rows])[:, None] for kind, rows in _ROWS.items()}
 _LOGARITHMS = {"ratio": np.log(_SCALES["ratio"]), "count": np.log1p(_SCALES["count"])}
 _FIRST_SIZE, _FIRST_TTL = _INDEX[f"cost_size{SIZE_NEIGHBOURS[0]:+d}"], _INDEX[f"cost_ttl{TTL_NEIGHBOURS[0]:+d}"]
+_ANCHORED = [_INDEX[f"season_{name}+{ahead}"] for name in ("size", "ttl") for ahead in AHEAD]
 _FROM_CURVE = np.array(
-    [_INDEX["hit_gap"], *range(_INDEX["anchor_size"], _INDEX["predicted_regret"] + 1)]
+    [
+        *(_INDEX[name] for name in ("hit_gap", "stale_gap", "curve_trend", "memory_price", "stale_price")),
+        *range(_INDEX["anchor_size"], _INDEX["predicted_regret"] + 1),
+        *_ANCHORED,
+    ]
 )  # what is unknown while there is no curve
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "curve": tuple(
+        name
+        for name in _INDEX
+        if name.startswith(("cost_size", "cost_ttl", "anchor_", "offset_", "last_"))
+        or name in ("hit_gap", "stale_gap", "curve_trend", "predicted_regret", "regret")
+        or _INDEX[name] in _ANCHORED
+    ),
+    "foresight": tuple(name for name in _INDEX if name.startswith(("hour_", "week_", "season_"))),
+}
+"""Names that stand for several components: all that is read off the ghost curves, all that tells what recurs."""
+
+
+def mask_of(hidden: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Return what to multiply a vector with so that components and their validity bits are hidden: zeros and ones, shape (DIM,).
+
+    Args:
+        hidden: Names of components, or of :data:`GROUPS`.
+
+    Raises:
+        ValueError: If there is no such component or group.
+    """
+    mask = np.ones(DIM, np.float32)
+    for given in hidden:
+        names = GROUPS.get(given, (given,))
+        for name in names:
+            if name not in _INDEX:
+                raise ValueError(f"observation: hidden: expected components or one of {', '.join(GROUPS)}, got {given!r}")
+            mask[_INDEX[name]] = 0.0
+            if name in _BIT:
+                mask[_BIT[name]] = 0.0
+    return mask
 
 
 def schema() -> dict[str, Any]:
@@ -180,6 +251,7 @@ class Observation:
         current_cost: Predicted cost at the current size and TTL on the smoothed curve, likewise.
         cost: The last window's measured cost, US dollars per 1,000 requests by term; NaN where it could not be priced.
         raw: Components before normalisation, by name; NaN where invalid.
+        prices: What the curve is read under.
     """
 
     vector: npt.NDArray[np.float32]
@@ -193,6 +265,7 @@ class Observation:
     current_cost: float = NAN
     cost: Cost = field(default_factory=lambda: Cost(*([NAN] * 7)))
     raw: Mapping[str, float] = field(default_factory=dict)
+    prices: Prices = field(default_factory=Prices)
 
     def valid(self, name: str) -> bool:
         """Whether a component's signal was there.
@@ -231,12 +304,13 @@ class Observations:
     cost: CostBatch
     raw: Floats
 
-    def lane(self, lane: int, space: KnobSpace, signals: ArmSignals, knobs: Knobs | None = None) -> Observation:
+    def lane(self, lane: int, space: KnobSpace, prices: Prices, signals: ArmSignals, knobs: Knobs | None = None) -> Observation:
         """Return one lane's observation, copied.
 
         Args:
             lane: Which.
             space: Its knob space.
+            prices: Its prices.
             signals: Its signals.
             knobs: Its knobs, where they are at hand; else they are read from the arrays.
         """
@@ -255,6 +329,7 @@ class Observations:
             current_cost=float(self.current_cost[lane]) if known else NAN,
             cost=self.cost.lane(lane),
             raw=raw,
+            prices=prices,
         )
 
 
@@ -290,9 +365,12 @@ class ObservationBatch:
         self._smoothing = smoothing
         self._clock_origin = np.zeros(len(spaces)) if clock_origin is None else clock_origin
         self._curves = CurveSmootherBatch(prices, spaces.grid(), smoothing, patience)
-        self._averages = np.full((2, len(spaces)), NAN)  # of requests per second, of cost
+        self._averages = np.full((3, len(spaces)), NAN)  # of requests per second, of cost, of load
         self._steps = np.full((len(spaces), 3), NAN)
         self._since_change = np.zeros(len(spaces))
+        self._since_flush = np.zeros(len(spaces))
+        self._held = np.full(len(spaces), NAN)  # bytes, at the end of the window before
+        self._season = SeasonalMemory(len(spaces), len(SEASONAL))
 
     @property
     def curves(self) -> CurveSmootherBatch:
@@ -309,7 +387,8 @@ class ObservationBatch:
         self._prices = put_lanes(self._prices, lanes, other._prices)
         self._curves.put(lanes, other._curves)
         self._averages[:, lanes] = other._averages
-        for name in ("_clock_origin", "_steps", "_since_change"):
+        self._season.put(lanes, other._season)
+        for name in ("_clock_origin", "_steps", "_since_change", "_since_flush", "_held"):
             getattr(self, name)[lanes] = getattr(other, name)
 
     def build(self, signals: SignalBatch, knobs: Floats, place: Place | None = None) -> Observations:
@@ -333,10 +412,16 @@ class ObservationBatch:
         readings = self._curves.update(signals)
 
         raw = np.full((len(COMPONENTS), len(knobs)), NAN)
-        self._from_signals(raw, signals, knobs, cost)
+        now = self._own_time(signals)
+        flushed = self._flushes(signals, knobs)
+        self._from_signals(raw, signals, knobs, cost, now)
         current_cost = self._from_curves(raw, signals, readings, place, steps)
+        self._from_days_before(raw, signals, readings, now, flushed)
+        if not readings.valid.all():
+            raw[np.ix_(_FROM_CURVE, ~readings.valid)] = NAN
         raw[[_INDEX["size"], _INDEX["ttl"], _INDEX["warmup"]]] = (steps / self._spaces.scale).T
         raw[_INDEX["since_change"]] = self._since_change
+        raw[_INDEX["since_flush"]] = self._since_flush
         vectors, valid = _normalise(raw)
         return Observations(
             vectors=vectors,
@@ -351,14 +436,15 @@ class ObservationBatch:
             raw=np.where(valid, raw, NAN),
         )
 
-    def _from_signals(self, raw: Floats, signals: SignalBatch, knobs: Floats, cost: CostBatch) -> None:
+    def _from_signals(self, raw: Floats, signals: SignalBatch, knobs: Floats, cost: CostBatch, now: Floats) -> None:
         clean = signals.clean
         requests, ratio = clean["requests"], clean["hit_ratio"]
         tokens = clean["input_tokens"] + clean["output_tokens"]
         refresh = clean["refresh_input_tokens"] + clean["refresh_output_tokens"]
-        at = np.where(np.abs(signals["at"]) < ABSURD, signals["at"], NAN)
-        hour = 2.0 * math.pi * np.fmod((at - self._clock_origin) * self._prices.time_scale, 86_400.0) / 86_400.0
-        trends = self._trends(np.stack([clean["qps"], cost.total]))
+        hour = 2.0 * math.pi * np.fmod(now, DAY) / DAY
+        week = 2.0 * math.pi * np.fmod(now, 7.0 * DAY) / (7.0 * DAY)
+        load = clean["upstream_running"] + np.where(np.isfinite(clean["upstream_waiting"]), clean["upstream_waiting"], 0.0)
+        trends = self._trends(np.stack([clean["qps"], cost.total, load]))
         for name, values in (
             ("qps", clean["qps"]),
             ("qps_trend", trends[0]),
@@ -378,8 +464,14 @@ class ObservationBatch:
             ("cost_trend", trends[1]),
             ("memory_share", _over(cost.memory, cost.total)),
             ("slo_share", _over(cost.slo, cost.total)),
+            ("latency_share", _over(cost.latency, cost.total)),
+            ("staleness_share", _over(cost.staleness, cost.total)),
+            ("window_requests", requests),
+            ("load_trend", trends[2]),
             ("hour_sin", np.sin(hour)),
             ("hour_cos", np.cos(hour)),
+            ("week_sin", np.sin(week)),
+            ("week_cos", np.cos(week)),
         ):
             raw[_INDEX[name]] = values
 
@@ -388,6 +480,7 @@ class ObservationBatch:
         costs, best = readings.costs, readings.best_cost
         hits = readings.hits.reshape(-1).take(place.corners) / readings.requests
         predicted = place.blend(np.minimum(np.maximum(hits, 0.0), 1.0))
+        stale = place.blend(readings.stale_hits.reshape(-1).take(place.corners) / readings.requests)
         current_cost = place.read(costs)
         anchor, last = self._spaces.to_steps(readings.best), self._spaces.to_steps(readings.last)
         offset, jump = (steps - anchor).T, (last - anchor).T
@@ -399,6 +492,10 @@ class ObservationBatch:
             ("offset_size", offset[0]),
             ("offset_ttl", offset[1]),
             ("predicted_regret", _extra(current_cost, best)),
+            ("stale_gap", _over(signals.clean["stale_hits"], signals.clean["requests"]) - stale),
+            ("curve_trend", np.where(readings.last_valid, _over(readings.last_best_cost, best), NAN)),
+            ("memory_price", _over(self._spaces.high[:, 0] * readings.byte_cost, readings.miss_cost)),
+            ("stale_price", _over(self._prices.stale_answer, readings.miss_cost)),
         ):
             raw[_INDEX[name]] = values
         by_size = _neighbours(costs, readings.row, readings.column, SIZE_NEIGHBOURS, axis=1)
@@ -407,9 +504,55 @@ class ObservationBatch:
         raw[_FIRST_TTL : _FIRST_TTL + len(TTL_NEIGHBOURS)] = _extra(by_ttl, best)
         raw[_INDEX["last_size"]] = np.where(readings.last_valid, jump[0], NAN)
         raw[_INDEX["last_ttl"]] = np.where(readings.last_valid, jump[1], NAN)
-        if not readings.valid.all():
-            raw[np.ix_(_FROM_CURVE, ~readings.valid)] = NAN
         return current_cost
+
+    def _own_time(self, signals: SignalBatch) -> Floats:
+        """Return the workload's own time at the windows' end, seconds, shape (E,)."""
+        at = np.where(np.abs(signals["at"]) < ABSURD, signals["at"], NAN)
+        return (at - self._clock_origin) * self._prices.time_scale
+
+    def _flushes(self, signals: SignalBatch, knobs: Floats) -> Floats:
+        """Tell where the cache lost more than half of what it held and may still hold: 1, else 0; NaN unknown; shape (E,)."""
+        held = signals.clean["resident_bytes"]
+        before = np.minimum(self._held, knobs[:, 0])
+        flushed = np.where(np.isfinite(held) & np.isfinite(before), (held < 0.5 * before).astype(np.float64), NAN)
+        self._since_flush = np.where(flushed == 1.0, 0.0, self._since_flush + 1.0)
+        self._held = np.where(np.isfinite(held), held, self._held)
+        return flushed
+
+    def _from_days_before(self, raw: Floats, signals: SignalBatch, readings: CurveReadings, now: Floats, flushed: Floats) -> None:
+        """Fill in what the days before were like at the times to come, and remember this window."""
+        clean = signals.clean
+        last = self._spaces.to_steps(readings.last)
+        seen = np.stack(
+            [
+                np.log(np.where(clean["qps"] > 0, clean["qps"], NAN)),
+                clean["gpu_cache_usage"],
+                np.log(np.where(clean["p99"] > 0, clean["p99"], NAN)),
+                _over(clean["stale_hits"], clean["requests"]),
+                flushed,
+                np.where(readings.last_valid, last[:, 0], NAN),
+                np.where(readings.last_valid, last[:, 1], NAN),
+            ]
+        )
+        anchor = self._spaces.to_steps(readings.best)
+        length = np.where(signals["window"] < ABSURD, signals["window"], NAN) * self._prices.time_scale
+        for ahead in AHEAD:
+            usual = self._season.at(now + (ahead - 1) * length, length)
+            for row, (name, values) in enumerate(
+                (
+                    ("qps", np.exp(usual[0] - seen[0])),
+                    ("load", usual[1] - seen[1]),
+                    ("p99", np.exp(usual[2] - seen[2])),
+                    ("stale", usual[3] - seen[3]),
+                    ("flush", usual[4]),
+                    ("size", usual[5] - anchor[:, 0]),
+                    ("ttl", usual[6] - anchor[:, 1]),
+                )
+            ):
+                assert name == SEASONAL[row][0]
+                raw[_INDEX[f"season_{name}+{ahead}"]] = values
+        self._season.update(now, length, seen)
 
     def _trends(self, values: Floats) -> Floats:
         """Return values over their moving averages so far (1 at first), then take them in; NaN for what is missing."""
@@ -467,7 +610,7 @@ class ObservationBuilder:
             knobs: The knobs that were applied during the window and are applied now.
         """
         window = SignalBatch.alone(signals, self._batch.curves.grid)
-        return self._batch.build(window, to_array([knobs])).lane(0, self.space, signals, knobs)
+        return self._batch.build(window, to_array([knobs])).lane(0, self.space, self.prices, signals, knobs)
 
 
 def _normalise(raw: Floats) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:

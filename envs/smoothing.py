@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from envs.curve_kernel import cheapest, smooth
 from envs.knob_batch import Floats, Grid, put_lanes, to_array
-from envs.objective import MissBatch, PriceBatch, Prices, grid_cost_batch
+from envs.objective import MissBatch, PriceBatch, Prices, byte_cost_batch, grid_cost_batch, miss_cost_batch
 from envs.signal_batch import SignalBatch, curve_of
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
@@ -66,6 +66,9 @@ class CurveReadings:
         last_valid: Whether the newest window alone could be read, shape (E,).
         last: The cheapest setting of the newest window alone, shape (E, 3).
         last_costs: Cost of each setting in the newest window alone, at the smoothed price of a miss, shape (E, S, T).
+        last_best_cost: The least of them, shape (E,).
+        miss_cost: What a miss costs, US dollars, shape (E,).
+        byte_cost: What a reserved byte costs for each request, US dollars, shape (E,).
     """
 
     valid: Mask
@@ -81,6 +84,9 @@ class CurveReadings:
     last_valid: Mask
     last: Floats
     last_costs: Floats
+    last_best_cost: Floats
+    miss_cost: Floats
+    byte_cost: Floats
 
     def lane(self, lane: int) -> CurveReading | None:
         """Return one lane's reading, copied; None where there is none."""
@@ -164,6 +170,9 @@ class CurveSmootherBatch:
     def _read(self, signals: SignalBatch) -> CurveReadings:
         priced, misses = _misses(self._sums)
         requests = self._sums[_REQUESTS]
+        with np.errstate(all="ignore"):
+            miss_cost = miss_cost_batch(misses, self._prices)
+            byte_cost = byte_cost_batch(requests, self._sums[_DURATION], self._prices)
         costs = grid_cost_batch(
             self._hits, self._stale, self._grid.sizes, requests=requests, duration=self._sums[_DURATION],
             misses=misses, prices=self._prices,
@@ -174,7 +183,7 @@ class CurveSmootherBatch:
             signals.hits, signals.stale_hits, self._grid.sizes, requests=signals.ghost_requests, duration=signals["window"],
             misses=misses, prices=self._prices,
         )  # fmt: skip
-        last_finite, last_row, last_column, _ = _cheapest(last_costs)
+        last_finite, last_row, last_column, last_best_cost = _cheapest(last_costs)
         return CurveReadings(
             valid=valid,
             grid=self._grid,
@@ -189,6 +198,9 @@ class CurveSmootherBatch:
             last_valid=valid & signals.usable & last_finite,
             last=_settings(self._grid, last_row, last_column),
             last_costs=last_costs,
+            last_best_cost=last_best_cost,
+            miss_cost=miss_cost,
+            byte_cost=byte_cost,
         )
 
 

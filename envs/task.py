@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from envs.action import MAX_STEPS, RADIUS
+from envs.action import MAX_STEPS, RESIDUAL, ActionMap
 from envs.objective import Prices
-from envs.observation import Observation
+from envs.observation import Observation, mask_of
 from envs.simulator import SimConfig
 from envs.workloads import Trace
 from serving.knobs import Knobs, KnobSpace
@@ -124,7 +124,8 @@ class Task:
         reference: Whom to beat: ``curve`` (the optimum of the smoothed curve), ``hold`` (the initial knobs for ever), or a
             function of the observation of the reference's own cache.
         randomise: What differs between episodes.
-        radius: Grid steps that an action of 1 stands for.
+        actions: What an action means.
+        hidden: Components of the observation that are taken away, for ablation (:func:`envs.observation.mask_of`).
         max_steps: Most that one interval may move each knob, grid steps.
         reward: ``dollars``: the reference's cost less ours, US dollars per 1,000 requests. ``relative``: dollars of the window
             in units of the reference's mean cost of an interval, clipped; for training.
@@ -137,9 +138,10 @@ class Task:
     episode_length: int = 64
     reference: Reference = "curve"
     randomise: Randomisation = DOMAIN
-    radius: tuple[float, float, float] = RADIUS
+    actions: ActionMap = RESIDUAL
     max_steps: tuple[float, float, float] = MAX_STEPS
     reward: Reward = "dollars"
+    hidden: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.episode_length < 1:
@@ -148,9 +150,9 @@ class Task:
             raise ValueError(f"CacheTuning: reference: expected curve, hold or a function, got {self.reference!r}")
         if self.reward not in ("dollars", "relative"):
             raise ValueError(f"CacheTuning: reward: expected dollars or relative, got {self.reward!r}")
-        for name, values in (("radius", self.radius), ("max_steps", self.max_steps)):
-            if len(values) != 3 or not all(0 < steps < math.inf for steps in values):
-                raise ValueError(f"CacheTuning: {name}: expected three finite numbers of grid steps > 0, got {values!r}")
+        if len(self.max_steps) != 3 or not all(0 < steps < math.inf for steps in self.max_steps):
+            raise ValueError(f"CacheTuning: max_steps: expected three finite numbers of grid steps > 0, got {self.max_steps!r}")
+        mask_of(self.hidden)
 
     def draw(self, rng: np.random.Generator) -> Episode:
         """Draw an episode.

@@ -29,7 +29,7 @@ from agents.curve import CurvePolicy, LastCurvePolicy, OffsetPolicy
 from agents.policy import Policy
 from agents.ppo import PPOPolicy
 from agents.settings import PPOSettings
-from envs.action import RADIUS
+from envs.action import RADIUS, ActionMap
 from envs.task import Randomisation, Scenario, Task
 from envs.workloads import load
 from experiments.evaluate import Standing, compare
@@ -125,7 +125,7 @@ def train(settings: TrainSettings, *, console: Console | None = None, command: s
         scenarios=lambda rng: scale_to(training(rng), rng, scale=scale),
         episode_length=settings.intervals[1],
         randomise=Randomisation(start=False, prices=settings.prices_factor, clock=True, absent=settings.absent),
-        radius=settings.radius,
+        actions=ActionMap(radius=settings.radius),
         reward="relative",
     )
 

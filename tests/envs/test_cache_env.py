@@ -252,7 +252,7 @@ def test_scenarios_are_drawn_for_each_episode() -> None:
         ({"interval": 0.0}, "interval: expected finite seconds > 0, got 0.0"),
         ({"episode_length": 0}, "episode_length: expected at least 1"),
         ({"reward": "euros"}, "reward: expected dollars or relative, got 'euros'"),
-        ({"radius": (1.0, 0.0, 1.0)}, "radius: expected three finite numbers of grid steps > 0"),
+        ({"max_steps": (1.0, 0.0, 1.0)}, "max_steps: expected three finite numbers of grid steps > 0"),
         ({"reference": "best"}, "reference: expected curve, hold or a function, got 'best'"),
         ({"render_mode": "human"}, "render_mode"),
         ({"interval": 1e6}, "expected to last longer than one interval"),

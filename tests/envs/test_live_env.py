@@ -14,6 +14,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import envs  # noqa: F401 - registers the environments
+from envs.action import ActionMap
 from envs.live_env import CacheTuningLiveEnv
 from envs.objective import Prices, grid_cost
 from envs.scrape_source import ScrapeSource
@@ -180,7 +181,7 @@ def test_a_window_of_hits_alone_is_priced_by_the_misses_of_earlier_ones(stage: S
 
 
 def test_a_cache_at_the_reference_is_paid_about_nothing_and_one_far_from_it_loses(stage: Stage) -> None:
-    env = stage.make(max_steps=(9.0, 9.0, 9.0), radius=(9.0, 9.0, 9.0))
+    env = stage.make(max_steps=(9.0, 9.0, 9.0), actions=ActionMap(radius=(9.0, 9.0, 9.0)))
     env.reset(seed=1)
     rewards: dict[str, list[float]] = {"at": [], "far": []}
     for _ in range(4):
