@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agents.policy import Proposal
+from agents.words import exact_words
 from envs.observation import Observation
 from serving.knobs import Knobs
 
@@ -20,7 +21,7 @@ class StaticPolicy:
     @property
     def name(self) -> str:
         """``static:<size>,<ttl>,<warm-up ratio>``, which :func:`agents.registry.load_policy` reads."""
-        return f"static:{self.knobs.cache_size},{self.knobs.ttl:g},{self.knobs.warmup_ratio:g}"
+        return f"static:{self.knobs.cache_size},{exact_words(self.knobs.ttl)},{exact_words(self.knobs.warmup_ratio)}"
 
     def reset(self) -> None:
         """Nothing to forget."""

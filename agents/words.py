@@ -1,8 +1,9 @@
-"""Knobs in words, for the reasons that the ledger keeps."""
+"""Knobs in words, for the reasons that the ledger keeps; numbers in words, for the names of policies."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from serving.knobs import Knobs
 
@@ -31,3 +32,20 @@ def ttl_words(ttl: float) -> str:
 def knob_words(knobs: Knobs) -> str:
     """Return a setting in words: ``1.5 MiB, ttl 60 s, warm-up 10 %``."""
     return f"{size_words(knobs.cache_size)}, ttl {ttl_words(knobs.ttl)}, warm-up {knobs.warmup_ratio:.0%}"
+
+
+def exact_words(value: float) -> str:
+    """Return a number as short as it can be read back to the last bit: ``60``, ``0.1``, ``61.234567``."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(float(value))
+
+
+def parameter_words(given: Mapping[str, float], defaults: Mapping[str, float]) -> str:
+    """Return the parameters that are not their defaults as a policy's name has them: ``:step=0.1,decay=0.9``, or nothing.
+
+    Args:
+        given: The parameters, in the order in which they are to be named.
+        defaults: The default of each.
+    """
+    other = [f"{name}={exact_words(value)}" for name, value in given.items() if value != defaults[name]]
+    return ":" + ",".join(other) if other else ""
