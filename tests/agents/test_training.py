@@ -1,7 +1,9 @@
-"""Training repeats from its seed, starts at the curve's optimum, learns, and what is saved acts as what was trained."""
+"""Training repeats from its seed, starts at the curve's optimum, learns, resumes bit for bit; its network acts as was trained."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -9,13 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from agents.artifact import Network
+from agents.checkpoint import CheckpointError
+from agents.imitation import Demonstrations
+from agents.network import Network, RecurrentNetwork
 from agents.settings import PPOSettings
-from agents.training import ParityError, check_parity, extract, train_ppo
+from agents.training import Trained, train_ppo
 from envs.observation import DIM, HIGH, LOW
 
 SMALL = PPOSettings(total_steps=256, n_envs=2, n_steps=64, batch_size=64, n_epochs=4, hidden=(16, 16))
+SHORT = PPOSettings(total_steps=192, n_envs=2, n_steps=16, batch_size=16, n_epochs=2, hidden=(8,), segment=2, lstm_size=4)
+"""Six rollouts in three segments."""
 
 
 class Target(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
@@ -39,6 +46,10 @@ class Target(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         return self._look(), -float(np.sum((action - np.array([0.5, -0.5, 0.0])) ** 2)), False, self._left == 0, {}
 
 
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
 def targets(count: int) -> DummyVecEnv:
     return DummyVecEnv([Target] * count)
 
@@ -47,40 +58,52 @@ def observations(count: int = 64) -> npt.NDArray[np.float32]:
     return np.random.default_rng(1).uniform(LOW, HIGH, (count, DIM)).astype(np.float32)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None:
-    def weights(seed: int) -> list[npt.NDArray[np.float32]]:
-        return [layer[0] for layer in extract(train_ppo(targets, SMALL, seed=seed)).layers]
+def actions(trained: Trained) -> npt.NDArray[np.float32]:
+    state, given = trained.network.initial(), []
+    for row in observations():
+        action, state = trained.network.step(row, state)
+        given.append(action)
+    return np.stack(given)
 
-    first, again, other = weights(3), weights(3), weights(4)
-    assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
-    assert not np.array_equal(first[0], other[0])
+
+def same_weights(one: Trained, two: Trained) -> bool:
+    theirs = two.network.tensors()
+    return all(np.array_equal(value, theirs[name]) for name, value in one.network.tensors().items())
+
+
+def killed_after(rollouts: int) -> Callable[[Mapping[str, float | None]], None]:
+    seen = []
+
+    def observe(entry: Mapping[str, float | None]) -> None:
+        seen.append(entry)
+        if len(seen) == rollouts:
+            raise KilledError
+
+    return observe
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None:
+    first, again, other = (train_ppo(targets, SMALL, seed=seed) for seed in (3, 3, 4))
+    assert same_weights(first, again)
+    assert not same_weights(first, other)
 
 
 def test_numpy_inference_is_what_torch_computes() -> None:
-    model = train_ppo(targets, SMALL, seed=0)
-    network = extract(model)
-    assert [weight.shape for weight, _ in network.layers] == [(16, DIM), (16, 16), (3, 16)]
-    assert check_parity(model, network, observations()) < 1e-5
-
-
-def test_a_difference_from_torch_is_refused() -> None:
-    model = train_ppo(targets, SMALL, seed=0)
-    layers = [(weight.copy(), bias.copy()) for weight, bias in extract(model).layers]
-    layers[-1][1][0] += 0.01
-    with pytest.raises(ParityError, match="differs from torch by"):
-        check_parity(model, Network(layers), observations())
+    trained = train_ppo(targets, SMALL, seed=0)
+    assert isinstance(trained.network, Network)
+    assert [weight.shape for weight, _ in trained.network.layers] == [(16, DIM), (16, 16), (3, 16)]
+    assert trained.parity < 1e-5
+    assert trained.probes.shape == (64, DIM)
 
 
 def test_it_starts_at_the_curves_optimum_and_learns_where_it_pays_to_go() -> None:
-    still = extract(train_ppo(targets, SMALL.model_copy(update={"learning_rate": 1e-12}), seed=0))
-    start = np.stack([still(row) for row in observations()])
+    still = SMALL.model_copy(update={"learning_rate": 1e-12})
+    start = actions(train_ppo(targets, still, seed=0))
     assert np.abs(start).max() < 0.1
-    moved = SMALL.model_copy(update={"learning_rate": 1e-12, "initial_action": (0.25, -0.5, 0.0)})
-    elsewhere = extract(train_ppo(targets, moved, seed=0))
-    assert np.stack([elsewhere(row) for row in observations()]) - [0.25, -0.5, 0.0] == pytest.approx(start, abs=1e-5)
+    elsewhere = actions(train_ppo(targets, still.model_copy(update={"initial_action": (0.25, -0.5, 0.0)}), seed=0))
+    assert elsewhere - [0.25, -0.5, 0.0] == pytest.approx(start, abs=1e-5)
     settings = SMALL.model_copy(update={"total_steps": 4096, "learning_rate": 3e-3, "log_std_init": -1.0})
-    learned = extract(train_ppo(targets, settings, seed=0))
-    action = np.stack([learned(row) for row in observations()]).mean(axis=0)
+    action = actions(train_ppo(targets, settings, seed=0)).mean(axis=0)
     target = np.array([0.5, -0.5, 0.0])
     assert np.linalg.norm(action - target) < 0.5 * np.linalg.norm(start.mean(axis=0) - target)
 
@@ -90,3 +113,104 @@ def test_progress_is_told_once_per_rollout() -> None:
     train_ppo(targets, SMALL, seed=0, progress=lambda steps, reward: told.append((steps, reward)))
     assert [steps for steps, _ in told] == [128, 256]
     assert all(reward < 0 for _, reward in told)
+
+
+def test_the_learning_curve_has_an_entry_per_update_and_the_rate_falls_to_its_end() -> None:
+    trained = train_ppo(targets, SHORT.model_copy(update={"learning_rate": 6e-3, "learning_rate_end": 3e-3}), seed=0)
+    assert [entry["steps"] for entry in trained.learning_curve] == [32, 64, 96, 128, 160, 192]
+    rates = [entry["learning_rate"] for entry in trained.learning_curve]
+    assert rates == pytest.approx([6e-3, 5.5e-3, 5e-3, 4.5e-3, 4e-3, 3.5e-3])
+    assert trained.steps == 192
+    assert all(entry["kl"] is not None and entry["entropy"] is not None for entry in trained.learning_curve)
+
+
+def test_the_reward_told_is_the_environments_own_not_the_one_with_values_added_at_an_episodes_end() -> None:
+    given: list[float] = []
+
+    class Recording(DummyVecEnv):
+        def step_wait(self) -> Any:
+            result = super().step_wait()
+            given.append(float(np.mean(result[1])))
+            return result
+
+    trained = train_ppo(lambda count: Recording([Target] * count), SMALL, seed=0)
+    assert [entry["reward"] for entry in trained.learning_curve] == pytest.approx([np.mean(given[:64]), np.mean(given[64:])])
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_training_that_is_killed_and_resumed_gives_the_same_bits(recurrent: bool, after: int, tmp_path: Path) -> None:
+    settings = SHORT.model_copy(update={"recurrent": recurrent})
+    undisturbed = train_ppo(targets, settings, seed=7)
+    with pytest.raises(KilledError):
+        train_ppo(targets, settings, seed=7, checkpoints=tmp_path, observe=killed_after(after))
+    told: list[int] = []
+    resumed = train_ppo(targets, settings, seed=7, checkpoints=tmp_path, progress=lambda steps, _: told.append(steps))
+    done = after // 2 * 64
+    assert told == [*([done] if done else []), *range(done + 32, 193, 32)]
+    assert same_weights(undisturbed, resumed)
+    assert np.array_equal(actions(undisturbed), actions(resumed))
+    assert undisturbed.learning_curve == resumed.learning_curve
+    assert np.array_equal(undisturbed.probes, resumed.probes)
+    for name in ("mean", "std", "min", "max"):
+        assert np.array_equal(getattr(undisturbed.statistics, name), getattr(resumed.statistics, name))
+
+
+def test_a_finished_training_is_read_back_without_a_step(tmp_path: Path) -> None:
+    first = train_ppo(targets, SHORT, seed=7, checkpoints=tmp_path)
+    told: list[int] = []
+    again = train_ppo(targets, SHORT, seed=7, checkpoints=tmp_path, progress=lambda steps, _: told.append(steps))
+    assert told == [192]
+    assert same_weights(first, again)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002", "000003"]
+
+
+def test_other_settings_do_not_resume_it_and_the_difference_is_shown(tmp_path: Path) -> None:
+    train_ppo(targets, SHORT, seed=7, checkpoints=tmp_path, identity={"task": {"radius": [1, 2]}})
+    other = SHORT.model_copy(update={"gamma": 0.5})
+    with pytest.raises(CheckpointError, match=r"ppo\.gamma was 0\.97, is 0\.5.*task\.radius was \[1, 2\], is \[3, 2\].*--fresh"):
+        train_ppo(targets, other, seed=7, checkpoints=tmp_path, identity={"task": {"radius": [3, 2]}})
+
+
+def test_a_recurrent_policy_acts_in_numpy_as_in_torch() -> None:
+    trained = train_ppo(targets, SHORT.model_copy(update={"recurrent": True, "learning_rate": 1e-2}), seed=1)
+    assert isinstance(trained.network, RecurrentNetwork)
+    assert trained.network.units == 4
+    assert trained.parity < 1e-5
+    assert trained.probes.shape == (16, DIM)
+
+
+def test_a_warm_start_acts_as_was_shown_before_ppo_goes_on() -> None:
+    seen = np.random.default_rng(2).uniform(LOW, HIGH, (512, DIM)).astype(np.float32)
+    shown = np.where(seen[:, :3] > (LOW + HIGH)[:3] / 2, 0.8, -0.8).astype(np.float32)
+    weights = np.ones(512, np.float32)
+    shown[::7], weights[::7] = 1.0, 0.0  # what weighs nothing is not learned
+    settings = SMALL.model_copy(update={"learning_rate": 1e-9, "warm_start_epochs": 300, "warm_start_learning_rate": 3e-3})
+    trained = train_ppo(targets, settings, seed=0, warm_start=Demonstrations(seen, shown, weights))
+    acted = np.stack([trained.network.step(row, ())[0] for row in seen])
+    assert np.mean(np.sign(acted) == np.sign(np.where(seen[:, :3] > (LOW + HIGH)[:3] / 2, 1.0, -1.0))) > 0.9
+
+
+def test_a_recurrent_policy_has_no_warm_start() -> None:
+    shown = Demonstrations(observations(), np.zeros((64, 3), np.float32), np.ones(64, np.float32))
+    with pytest.raises(ValueError, match="expected none with recurrent"):
+        train_ppo(targets, SHORT.model_copy(update={"recurrent": True}), seed=0, warm_start=shown)
+
+
+def test_a_warm_start_is_part_of_what_a_checkpoint_belongs_to(tmp_path: Path) -> None:
+    shown = Demonstrations(observations(), np.zeros((64, 3), np.float32), np.ones(64, np.float32))
+    settings = SHORT.model_copy(update={"warm_start_epochs": 1})
+    train_ppo(targets, settings, seed=0, checkpoints=tmp_path, warm_start=shown)
+    with pytest.raises(CheckpointError, match="warm_start was"):
+        train_ppo(targets, settings, seed=0, checkpoints=tmp_path)
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    log, checkpoints = tmp_path / "log", tmp_path / "checkpoints"
+    with pytest.raises(KilledError):
+        train_ppo(targets, SHORT, seed=7, checkpoints=checkpoints, log=log, observe=killed_after(3))
+    train_ppo(targets, SHORT, seed=7, checkpoints=checkpoints, log=log)
+    events = EventAccumulator(str(log)).Reload()
+    shown = {"rollout/reward", "train/entropy", "train/approx_kl", "train/explained_variance", "train/learning_rate"}
+    assert shown | {"time/steps_per_second"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("rollout/reward")] == [32, 64, 96, 128, 160, 192]
