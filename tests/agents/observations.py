@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from agents.artifact import Network
+from agents.artifact import save
+from agents.familiarity import ObservationStatistics
+from agents.network import Network, RecurrentNetwork
+from envs.action import ActionMap
 from envs.objective import Prices
-from envs.observation import DIM
+from envs.observation import DIM, HIGH, LOW
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs, KnobSpace
@@ -46,6 +53,43 @@ def nothing() -> ArmSignals:
 
 def network(seed: int, scale: float = 0.5) -> Network:
     """An untrained network of the usual shape."""
+    return perceptron(seed, (DIM, 64, 64, 3), scale)
+
+
+def perceptron(seed: int, widths: Sequence[int], scale: float = 0.5) -> Network:
+    """An untrained perceptron, from its inputs to its outputs."""
     rng = np.random.default_rng(seed)
-    shapes = [(64, DIM), (64, 64), (3, 64)]
+    shapes = [(outputs, inputs) for inputs, outputs in pairwise(widths)]
     return Network([((scale * rng.normal(size=s)).astype(np.float32), rng.normal(size=s[0]).astype(np.float32)) for s in shapes])
+
+
+def recurrent(seed: int, units: int = 32, scale: float = 0.3) -> RecurrentNetwork:
+    """An untrained network with a memory."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> npt.NDArray[np.float32]:
+        return (scale * rng.normal(size=shape)).astype(np.float32)
+
+    gates = 4 * units
+    return RecurrentNetwork(
+        weight_ih=draw(gates, DIM),
+        weight_hh=draw(gates, units),
+        bias_ih=draw(gates),
+        bias_hh=draw(gates),
+        head=perceptron(seed, (units, 16, 3), scale),
+    )
+
+
+def vectors(count: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Vectors from anywhere in the observation's range, shape (count, DIM)."""
+    return np.random.default_rng(seed).uniform(LOW, HIGH, (count, DIM)).astype(np.float32)
+
+
+def store(directory: Path, **changes: Any) -> Path:
+    """Save a policy; everything about it can be given."""
+    values: dict[str, Any] = {
+        "name": "one", "network": network(1, 0.1), "actions": ActionMap(), "hidden": (),
+        "statistics": ObservationStatistics.anything(), "probes": vectors(5),
+        "training": {"seed": 1, "command": "cachepilot train"}, "evaluation": {"verdict": "not evaluated"},
+    }  # fmt: skip
+    return save(directory, **{**values, **changes})
