@@ -30,7 +30,7 @@ from envs.observation import DIM, mask_of, schema, schema_hash
 
 __all__ = [
     "ACTIONS", "CARD", "FORMAT", "README", "TOLERANCE", "WEIGHTS", "Artifact", "ArtifactError", "Network", "RecurrentNetwork",
-    "action_schema", "load", "save", "schema_difference", "with_evaluation",
+    "action_schema", "load", "replace_file", "save", "schema_difference", "with_evaluation",
 ]  # fmt: skip
 
 FORMAT = 2
@@ -185,7 +185,7 @@ def save(
     text = _written(card)
     _artifact(json.loads(text), weights, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / WEIGHTS, weights)
+    replace_file(directory / WEIGHTS, weights)
     _write_card(directory, text)
     return directory
 
@@ -425,11 +425,11 @@ def _written(card: Mapping[str, Any]) -> str:
 
 def _write_card(directory: Path, text: str) -> None:
     page = readme(json.loads(text))
-    _replace(directory / CARD, text.encode())
-    _replace(directory / README, page.encode())
+    replace_file(directory / CARD, text.encode())
+    replace_file(directory / README, page.encode())
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file in one step: whoever reads sees the old one or the new one, after a power cut too."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -28,7 +28,7 @@ def readme(card: Mapping[str, Any]) -> str:
         card: What ``card.json`` holds.
     """
     parts = [
-        f"# Model card: {card['name']}\n",
+        f"# Model card: {_cell(card['name'])}\n",
         "Written by cachepilot from `card.json` beside it. Do not edit it: evaluating or training again writes it anew.\n",
         "## What it is\n",
         *_description(card),
@@ -112,9 +112,9 @@ def _evaluation(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield "There is none on record: nothing is known of how it does.\n"
         return
     if "verdict" in evaluation:
-        yield f"{evaluation['verdict']}\n"
+        yield f"{_cell(evaluation['verdict'])}\n"
     if "command" in evaluation:
-        yield f"    {evaluation['command']}\n"
+        yield f"    {' '.join(str(evaluation['command']).split())}\n"
     comparisons = evaluation.get("comparisons")
     if comparisons:
         yield "Cost relative to what it was compared with; below 1 is better.\n"
