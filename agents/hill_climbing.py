@@ -40,8 +40,8 @@ class HillClimbingPolicy:
     turn lasts while the cost falls; a move that made it rise is taken back, and the turn passes with the next sample, which is
     the new measure: the cost from before the move would be out of date on traffic that drifts. ``warmup_ratio`` is left as it
     is. A sample is some windows, weighted by their requests: Caffeine waits for ten times as many requests as the cache has
-    entries. The restart is at a change of 5 % of the cost. Steps below 0.05 of the grid's are not made (Caffeine's are whole
-    entries): then it rests until the cost changes.
+    entries. The restart is at a change of 5 % of the cost, and at once (there, from the next sample on). Steps below 0.05 of the
+    grid's are not made (Caffeine's are whole entries): then it rests until the cost changes.
 
     Args:
         step: First step as a share of a knob's range, (0, 1].

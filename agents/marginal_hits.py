@@ -23,6 +23,8 @@ STEP = 1.0
 
 _DEFAULTS = {"average": AVERAGE, "band": BAND, "step": STEP}
 _PRICE_WEIGHT = 0.3
+_DUST = 1e-6
+"""Share of the cost below which what a step saves is rounding."""
 
 
 class MarginalHitsPolicy:
@@ -97,7 +99,7 @@ class MarginalHitsPolicy:
             "earned_above": float(above), "cost_above": float(cost_above), "earned_below": float(below),
             "cost_below": float(cost_below),
         }  # fmt: skip
-        if sizes[2] > sizes[1] and above > (1.0 + self.band) * cost_above:
+        if sizes[2] > sizes[1] and above > (1.0 + self.band) * cost_above + _DUST * earned[1]:
             words = f"the next {size_words(sizes[2] - sizes[1])} would save ${above:.4f} per 1,000 requests for ${cost_above:.4f}"
             if observation.signals.resident_bytes < sizes[0]:
                 return Proposal(current, f"held: {words}, but a step of the memory there is stands empty", details)
