@@ -1,7 +1,7 @@
 """Many schedules of knobs run on one trace in the simulator, each from an empty cache, without ghosts: what bounds are made of.
 
-A schedule is known beforehand for the whole run, so each cache is run through all of its intervals in one compiled call, while its
-state stays in the processor's cache. What comes out is what :class:`envs.lanes.Lanes` makes of the same knobs, in less time.
+A schedule is known beforehand for the whole run, so each cache is run through all of its intervals in one compiled call, while
+its state stays in the processor's cache. What comes out is what :class:`envs.lanes.Lanes` makes of the same knobs, in less time.
 """
 
 from __future__ import annotations
