@@ -14,7 +14,13 @@ TOLERANCE = 0.05
 """How far outside of the values seen a component still counts as familiar; components range over 1 or 2."""
 
 UNFAMILIAR_SHARE = 0.15
-"""Share of the elements that a policy sees above which it stands back for the curve's optimum."""
+"""Share of the elements that a policy sees above which it stands back for the curve's optimum.
+
+What is strange comes in groups, each signal with its validity bit. A workload of another scale has a few such elements all the
+time (load, entropy, requests of a window: about 2 %), and one group at a time may be strange in ordinary service (those of the
+season ahead, in an episode longer than any trained on: a tenth). Beyond this share several groups are strange at once, as where
+an exporter is gone or the signals mean something else, and the curve, which needs no training, is the better guess.
+"""
 
 NAMES: tuple[str, ...] = (*(component.name for component in COMPONENTS), *(f"{name} is there" for name in VALIDITY))
 """Names of the vector's elements, for words: the components, then their validity bits."""

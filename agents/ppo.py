@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from agents.artifact import Artifact, ArtifactError
 from agents.familiarity import NAMES, UNFAMILIAR_SHARE
 from agents.policy import Proposal
 from agents.words import knob_words
+from envs.knob_batch import SpaceBatch, to_array, to_knobs
 from envs.observation import Observation
+from serving.knobs import KnobSpace
 
 PRETRAINED = Path(__file__).parent / "pretrained"
 """Policies that are shipped, by name."""
@@ -68,6 +71,7 @@ class PPOPolicy:
         self.unfamiliar_share = unfamiliar_share
         self._name = name or f"ppo:{trained.name}"
         self._seen = trained.mask > 0
+        self._space: KnobSpace | None = None
         self._elements = max(1, int(self._seen.sum()))
         self.reset()
 
@@ -112,7 +116,7 @@ class PPOPolicy:
         }
         if action is None:
             return Proposal(space.clip(observation.knobs), "held: the policy's action is not finite", details)
-        details |= zip(("action_size", "action_ttl", "action_warmup"), action.tolist(), strict=True)
+        details |= zip(("action_size", "action_ttl", "action_warmup"), action, strict=True)
         if unfamiliar > self.unfamiliar_share:
             return Proposal(
                 anchor,
@@ -120,7 +124,9 @@ class PPOPolicy:
                 f"{self.unfamiliar_share:.0%} ({_most_telling(outside)}): the curve's optimum instead, {knob_words(anchor)}",
                 details,
             )
-        knobs = self.artifact.actions.knobs(action, anchor, space)
+        if space is not self._space:  # as a rule it is the same one again
+            self._space, self._spaces = space, SpaceBatch.of([space])
+        knobs = to_knobs(self.artifact.actions.batch([action], to_array([anchor]), self._spaces)[0])
         shift = space.to_steps(knobs) - space.to_steps(anchor)
         return Proposal(
             knobs,
@@ -129,15 +135,19 @@ class PPOPolicy:
             details,
         )
 
-    def _act(self, vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float64] | None:
-        """Return the action within [-1, 1], shape (3,), or None and an empty memory if something is not finite."""
+    def _act(self, vector: npt.NDArray[np.float32]) -> list[float] | None:
+        """Return the action, three numbers within [-1, 1], or None and an empty memory if it is not finite.
+
+        The memory needs no look of its own: it is bounded, and a NaN in it is one in the output.
+        """
         with np.errstate(all="ignore"):
             output, state = self.artifact.network.step(vector * self.artifact.mask, self._state)
-        if not np.isfinite(output).all() or not all(np.isfinite(part).all() for part in state):
+        action: list[float] = output.tolist()
+        if not all(map(math.isfinite, action)):
             self.reset()
             return None
         self._state = state
-        return np.minimum(np.maximum(output, -1.0), 1.0).astype(np.float64)
+        return [min(max(value, -1.0), 1.0) for value in action]
 
 
 def _most_telling(outside: npt.NDArray[np.bool_]) -> str:
