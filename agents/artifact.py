@@ -247,6 +247,7 @@ def _read_card(directory: Path) -> dict[str, Any]:
     path = directory / CARD
     try:
         card = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        digest = _digest(card) if isinstance(card, dict) else ""
     except FileNotFoundError:
         raise ArtifactError(f"{path}: not found; expected the directory of a trained policy ({CARD} and {WEIGHTS})") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -256,7 +257,7 @@ def _read_card(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path}: format 1 is an earlier version's, expected format {FORMAT}. {_AGAIN}")
     if not isinstance(card, dict) or found != FORMAT:
         raise ArtifactError(f"{path}: expected format {FORMAT}, got {found!r}. Train the policy with this version.")
-    if card.get("digest") != _digest(card):
+    if card.get("digest") != digest:
         raise ArtifactError(
             f"{path}: digest does not match the rest: the card was edited or damaged. Copy it again; an evaluation is "
             "replaced by evaluating again, never by hand."

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ from agents.network import PolicyNetwork, RecurrentNetwork
 from envs.action import ActionMap
 from envs.observation import COMPONENTS, DIM, schema_hash
 from tests.agents.observations import network, perceptron, recurrent, store, vectors
+from tests.requirements import ROOT
 
+NESTED = '{"format": 2, "name": ' + "[" * 990 + "]" * 990 + "}"
 FILES = ("README.md", "card.json", "policy.safetensors")
 
 
@@ -133,6 +137,15 @@ def test_actions_are_the_same_to_the_last_bit_and_saving_again_gives_the_same_by
         evaluation=found.card["evaluation"],
     )
     assert contents(first) == contents(second)
+
+
+def test_another_process_computes_the_same_bits(either: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from agents.artifact import load; from tests.agents.observations import vectors; "
+        "sys.stdout.write(load(Path(sys.argv[1])).outputs(vectors(20)).tobytes().hex())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(either)], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == load(either).outputs(vectors(20)).tobytes().hex()
 
 
 def test_weights_in_another_memory_layout_give_the_same_bits() -> None:
@@ -281,10 +294,10 @@ def test_a_malformed_card_is_refused_and_the_file_named(directory: Path, change:
     refused(directory, words)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", '"card"', '{"format": NaN}', "[" * 100_000, "\ufffe"])
+@pytest.mark.parametrize("text", ["{", "[]", "3", '"card"', '{"format": NaN}', "[" * 100_000, NESTED, "\ufffe"])
 def test_a_card_that_is_no_card_is_refused(directory: Path, text: str) -> None:
     (directory / "card.json").write_text(text, encoding="utf-16" if text == "\ufffe" else "utf-8")
-    refused(directory, "expected a JSON card|expected format 2")
+    refused(directory, "expected a JSON card|expected format 2|was edited")
 
 
 def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
