@@ -22,7 +22,7 @@ from envs.objective import Cost, CostBatch, PriceBatch, Prices, price_batch
 from envs.seasonal import DAY, SeasonalMemory
 from envs.signal_batch import ABSURD, SignalBatch
 from envs.signals import NAN, ArmSignals
-from envs.smoothing import CurveReadings, CurveSmootherBatch, Indices, Place
+from envs.smoothing import SMOOTHING, CurveReadings, CurveSmootherBatch, Indices, Place
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs, KnobSpace
 
@@ -351,7 +351,7 @@ class ObservationBatch:
         self,
         spaces: SpaceBatch,
         prices: PriceBatch,
-        smoothing: float = 0.3,
+        smoothing: float = SMOOTHING,
         *,
         patience: int = 5,
         clock_origin: Floats | None = None,
@@ -580,7 +580,7 @@ class ObservationBuilder:
         self,
         space: KnobSpace,
         prices: Prices,
-        smoothing: float = 0.3,
+        smoothing: float = SMOOTHING,
         *,
         patience: int = 5,
         clock_origin: float = 0.0,

@@ -116,7 +116,7 @@ def _other(process: Process, traces: Path, days: int) -> Callable[[int], Scenari
 
 def steady(traces: Path, *, days: int = 4) -> list[Case]:
     """Return the real traces unchanged, each with a cache, a model and prices of its scale."""
-    found = []
+    found: list[Case] = []
     for name, file, interval in (
         ("mooncake", "mooncake_conversation.jsonl.gz", 60.0),
         ("elastic", "elastic_apache.csv.gz", 1800.0),
@@ -332,7 +332,7 @@ def middle(space: KnobSpace) -> Knobs:
 def _read(path: Path) -> Trace:
     if not path.is_file():
         raise TraceError(
-            f"suites: {path}: not found; expected the folder of the real traces: give it as --traces, or set CACHEPILOT_TRACES"
+            str(path), "the folder of the real traces: give it as --traces, or set CACHEPILOT_TRACES", excerpt="no such file"
         )
     return load(path, rate_scale=1.0 / THINNING) if path.name == SERVEGEN else load(path)
 
