@@ -42,7 +42,7 @@ Observe = Callable[[Mapping[str, float | None]], None]
 """Called after each update with its entry of the learning curve and, beside it, ``steps_per_second``, ``rollout_seconds`` and
 ``update_seconds``."""
 
-PROBES = 64
+PROBES = 32
 """Observations of the last rollout that are kept to compare actions on."""
 
 _CURVE = {

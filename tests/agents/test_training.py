@@ -93,7 +93,7 @@ def test_numpy_inference_is_what_torch_computes() -> None:
     assert isinstance(trained.network, Network)
     assert [weight.shape for weight, _ in trained.network.layers] == [(16, DIM), (16, 16), (3, 16)]
     assert trained.parity < 1e-5
-    assert trained.probes.shape == (64, DIM)
+    assert trained.probes.shape == (32, DIM)
 
 
 def test_it_starts_at_the_curves_optimum_and_learns_where_it_pays_to_go() -> None:
