@@ -17,8 +17,8 @@ RESTART = 0.05
 """Change of the cost, as a share of it, that makes the step large again; Caffeine's ``HILL_CLIMBER_RESTART_THRESHOLD``."""
 DECAY = 0.98
 """Share of the step that is left after each sample; Caffeine's ``HILL_CLIMBER_STEP_DECAY_RATE``."""
-PERIOD = 3
-"""Windows of a sample."""
+PERIOD = 1
+"""Windows of a sample; the best of 1, 2, 3 and 5 on training workloads of some 300 requests a window."""
 
 _DEFAULTS = {"step": STEP, "restart": RESTART, "decay": DECAY, "period": float(PERIOD)}
 _LEAST = 0.05

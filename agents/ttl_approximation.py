@@ -17,11 +17,11 @@ from serving.knobs import Knobs
 
 Floats = npt.NDArray[np.float64]
 
-GAIN = 5.0
+GAIN = 2.0
 """Grid steps that the TTL moves for a cost that changes by all of itself over one grid step."""
-COVERAGE = 0.99
+COVERAGE = 0.999
 """Share of the hits that the TTL allows which the size has to keep."""
-SMOOTHING = 0.3
+SMOOTHING = 0.1
 """Weight of the newest window in the curve that the size is read off."""
 LONGEST_MOVE = 1.0
 """Most that the TTL moves at once, grid steps."""
@@ -41,11 +41,12 @@ class TTLApproximationPolicy:
     **Adapted.** Once per window instead of at every miss: the window's ghost curve, at the size that the TTL fills, has the
     misses (and the stale hits, which have a price here) for TTLs beside the current one, so the slope is a difference of
     measured costs on the same requests, as unbiased as the window is a sample of the traffic. What a TTL keeps is not counted
-    but read off the curve: the smallest size with 99 % of the hits that the largest size has under that TTL (entries here expire
-    by the age of the answer, and keep their bytes until they are evicted, so the size has to do what the timer does there). The
-    TTL moves by its logarithm, and the slope is relative to the cost: one gain so fits workloads of seconds and of days. The
-    gain is constant, as one that falls would stop following traffic that changes. A move is at most one grid step, and both
-    knobs stay within the space. ``warmup_ratio`` is left as it is.
+    but read off the curve: the smallest size with 99.9 % of the hits that the largest size has under that TTL (entries here
+    expire by the age of the answer, and keep their bytes until they are evicted, so the size has to do what the timer does
+    there). The TTL moves by its logarithm, and the slope is relative to the cost: one gain so fits workloads of seconds and of
+    days. The gain is constant, as one that falls would stop following traffic that changes; it was chosen on training workloads,
+    as were coverage and smoothing. A move is at most one grid step, and both knobs stay within the space. ``warmup_ratio`` is
+    left as it is.
 
     Args:
         gain: Grid steps that the TTL moves for a cost that changes by all of itself over one grid step, > 0.

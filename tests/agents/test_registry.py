@@ -67,7 +67,7 @@ def test_the_curve_takes_a_smoothing() -> None:
         ("marginal-hits:band=0.2", MarginalHitsPolicy, "marginal-hits:band=0.2"),
         ("ttl-rule", TTLRulePolicy, "ttl-rule"),
         ("ttl-rule:base=3600", TTLRulePolicy, "ttl-rule:base=3600"),
-        ("ttl-approximation:smoothing=0.1,gain=2", TTLApproximationPolicy, "ttl-approximation:gain=2,smoothing=0.1"),
+        ("ttl-approximation:smoothing=0.3,gain=5", TTLApproximationPolicy, "ttl-approximation:gain=5,smoothing=0.3"),
     ],
 )
 def test_policies_are_found_by_name_and_parameters(name: str, kind: type[Policy], full_name: str) -> None:

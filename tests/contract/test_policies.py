@@ -193,7 +193,7 @@ def _windows(draw: st.DrawFn) -> ArmSignals:
 
 
 @every_policy
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     windows=st.lists(_windows(), min_size=1, max_size=5),
     size=st.integers(0, 1 << 62),
