@@ -1,165 +1,320 @@
-"""How policies do against each other on the same simulated scenarios, paired scenario by scenario."""
+"""Judge policies on held-out cases: run every row on every case with every seed, and keep what each interval cost.
+
+What the figures say is worked out in :mod:`experiments.evaluation_summary`. How a training run compares with its baselines is
+:mod:`experiments.standings`, whose names are here too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
+import numba
 import numpy as np
 
-from agents.policy import Policy
-from envs.action import MAX_STEPS
-from envs.cache_env import FIXED, CacheTuningEnv, Scenario
+from agents.policy import Policy, Proposal
+from envs.observation import Observation
+from envs.simulator.batch import use_threads
+from experiments.evaluation_results import CaseRecord, RecoveryRecord, Results, RowRecord, RunRecord, TrainingRecord
+from experiments.evaluation_rows import Bench, EvaluationSettings, Row, resolve_rows, row_command
+from experiments.play import Run, play_all
+from experiments.standings import TERMS, Outcome, Standing, compare, play
+from experiments.suites import Case
+from experiments.units import InputError
+from serving.knobs import Knobs
 
-TERMS = ("tokens", "refresh", "latency", "memory", "staleness", "slo", "change")
+__all__ = [
+    "TERMS", "CaseSource", "EvaluationError", "Outcome", "Standing", "chosen_cases", "compare", "decision_seconds", "evaluate",
+    "play", "run_case",
+]  # fmt: skip
+
+CaseSource = Callable[[], Sequence[Case]]
+"""Makes the cases. Other processes make them again, so it has to be a function of a module, or a ``functools.partial`` of one."""
+
+SUITES = ("steady", "non-stationary")
+
+_DECISIONS = 200
+"""Decisions that are timed."""
+
+
+class EvaluationError(RuntimeError):
+    """A case that could not be run; says which, and why."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One policy on one scenario, the first interval (which runs on the initial knobs) left out.
+class CaseOutcome:
+    """What one case gave: its record, every row's runs on it, and the recoveries from a bad start."""
 
-    Attributes:
-        policy: The policy's name.
-        dollars: What the episode cost, US dollars.
-        requests: Requests in it.
-        hits: Requests answered from the cache.
-        terms: Dollars by term of the objective.
-    """
-
-    policy: str
-    dollars: float
-    requests: float
-    hits: float
-    terms: Mapping[str, float]
+    case: CaseRecord
+    runs: list[RunRecord]
+    recoveries: list[RecoveryRecord]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """One policy over all scenarios.
-
-    Attributes:
-        policy: The policy's name.
-        cost: US dollars per 1,000 requests.
-        terms: The same by term.
-        hit_ratio: Hits over requests.
-        relative: Cost over the baseline's on the same requests.
-        typical: Geometric mean of the same by scenario: no scenario weighs more for being expensive.
-        low: Lower end of the 95 % interval of ``relative``: bootstrap over the scenarios, paired.
-        high: Upper end.
-        wins: Scenarios on which it was cheaper than the baseline.
-        scenarios: Scenarios in all.
-    """
-
-    policy: str
-    cost: float
-    terms: Mapping[str, float]
-    hit_ratio: float
-    relative: float
-    typical: float
-    low: float
-    high: float
-    wins: int
-    scenarios: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready mapping."""
-        return asdict(self)
-
-
-def play(
-    policy: Policy,
-    scenario: Scenario,
+def evaluate(
+    settings: EvaluationSettings,
+    cases: CaseSource,
     *,
-    length: int,
-    seed: int = 0,
-    max_steps: tuple[float, float, float] = MAX_STEPS,
-) -> Outcome:
-    """Run a policy through a scenario from its first request.
+    jobs: int = 1,
+    command: str = "cachepilot evaluate",
+    options: str = "",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Results:
+    """Run every row on every case with every seed.
 
     Args:
-        policy: The policy; it is reset first.
-        scenario: Trace, cache and interval.
-        length: Most intervals to run.
-        seed: Chooses the ghost's sample, and initial knobs where the scenario gives none (then the grid's middle).
-        max_steps: Most that one interval may move each knob, grid steps.
-    """
-    env = CacheTuningEnv(
-        scenarios=lambda rng: scenario, episode_length=length, reference="hold", randomise=FIXED, max_steps=max_steps
-    )
-    policy.reset()
-    env.reset(seed=seed)
-    dollars = requests = hits = 0.0
-    terms = dict.fromkeys(TERMS, 0.0)
-    over = False
-    while not over:
-        _, _, _, over, info = env.step_knobs(policy.decide(env.observation).knobs)
-        dollars += info["dollars"]
-        requests += info["requests"]
-        hits += info["requests"] * info.get("hit_ratio", 0.0)
-        for name in TERMS:
-            terms[name] += info["cost"].get(name, 0.0) * info["requests"] / 1000.0
-    return Outcome(policy.name, dollars, requests, hits, terms)
-
-
-def compare(
-    policies: Sequence[Policy],
-    scenarios: Sequence[Scenario],
-    *,
-    length: int,
-    baseline: str = "curve",
-    progress: Callable[[int, int], None] | None = None,
-    replicates: int = 2000,
-) -> list[Standing]:
-    """Run every policy on every scenario.
-
-    Args:
-        policies: The policies, the baseline among them.
-        scenarios: The scenarios; held out from any training.
-        length: Most intervals of a scenario.
-        baseline: Name of the policy that costs are relative to.
-        progress: Called with the episodes done and all of them.
-        replicates: Bootstrap replicates.
-
-    Returns:
-        One standing per policy, in their order.
+        settings: Rows, cases and seeds.
+        cases: Makes the cases.
+        jobs: Processes that the cases are shared out to; the results do not depend on it.
+        command: What was typed.
+        options: What else has to be typed to make a row again.
+        progress: Called with the case that is done, the number of those that are, and of all.
 
     Raises:
-        ValueError: If the baseline is not among the policies, or there is no scenario.
+        InputError: If a row or a suite is unknown, or there is no case.
+        agents.artifact.ArtifactError: If a trained policy does not load.
+        EvaluationError: If a case cannot be run.
     """
-    names = [policy.name for policy in policies]
-    if baseline not in names or not scenarios:
-        raise ValueError(f"evaluate: expected at least one scenario, and {baseline!r} among the policies; got {names}")
-    table: list[list[Outcome]] = []
-    for policy in policies:
-        row = []
-        for number, scenario in enumerate(scenarios):
-            row.append(play(policy, scenario, length=length, seed=number))
-            if progress is not None:
-                progress(len(table) * len(scenarios) + len(row), len(policies) * len(scenarios))
-        table.append(row)
-    reference = np.array([outcome.dollars for outcome in table[names.index(baseline)]])
-    picks = np.random.default_rng(0).integers(0, len(scenarios), (replicates, len(scenarios)))
-    return [_standing(row, reference, picks) for row in table]
-
-
-def _standing(row: Sequence[Outcome], reference: np.ndarray[Any, np.dtype[np.float64]], picks: Any) -> Standing:
-    dollars = np.array([outcome.dollars for outcome in row])
-    requests = sum(outcome.requests for outcome in row)
-    scale = 1000.0 / requests if requests else math.nan
-    total = reference.sum()
-    draws = dollars[picks].sum(axis=1) / np.maximum(reference[picks].sum(axis=1), 1e-300)
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return Standing(
-        policy=row[0].policy,
-        cost=float(dollars.sum()) * scale,
-        terms={name: sum(outcome.terms[name] for outcome in row) * scale for name in TERMS},
-        hit_ratio=sum(outcome.hits for outcome in row) / requests if requests else math.nan,
-        relative=float(dollars.sum() / total) if total > 0 else math.nan,
-        typical=float(np.exp(np.mean(np.log(np.maximum(dollars, 1e-300) / np.maximum(reference, 1e-300))))),
-        low=float(low),
-        high=float(high),
-        wins=int(np.sum(dollars < reference)),
-        scenarios=len(row),
+    rows, left_out = resolve_rows(settings)
+    known = {row.label: row for row in settings.rows}
+    chosen = chosen_cases(cases(), settings.suites)
+    outcomes: dict[str, CaseOutcome] = {}
+    for outcome in _outcomes(settings, rows, cases, chosen, jobs):
+        outcomes[outcome.case.name] = outcome
+        if progress is not None:
+            progress(outcome.case.name, len(outcomes), len(chosen))
+    ordered = [outcomes[case.name] for case in chosen]
+    bench = Bench(chosen[0], settings)
+    timed = {row.label: decision_seconds(row.make(bench, 0), chosen[0]) for row in rows if row.training and row.make is not None}
+    return Results(
+        command=command,
+        settings=settings,
+        versions=_versions(),
+        left_out=left_out,
+        cases=[outcome.case for outcome in ordered],
+        rows=[
+            RowRecord(
+                label=row.label,
+                group=row.group,
+                source=row.source,
+                seeds=list(row.seeds),
+                command=row_command(known[row.label], settings, options),
+                training=[TrainingRecord(**vars(item)) for item in row.training],
+            )
+            for row in rows
+        ],
+        runs=[run for outcome in ordered for run in outcome.runs],
+        recoveries=[recovery for outcome in ordered for recovery in outcome.recoveries],
+        decision_seconds=timed,
     )
+
+
+def chosen_cases(cases: Sequence[Case], wanted: Iterable[str]) -> list[Case]:
+    """Return the cases of some suites, or by name, in their own order.
+
+    Args:
+        cases: All cases.
+        wanted: ``all``, suites, families or names.
+
+    Raises:
+        InputError: If one of them is none of that.
+    """
+    chosen = set()
+    for name in wanted:
+        found = [case.name for case in cases if name in ("all", case.suite, case.family, case.name)]
+        if not found:
+            raise InputError(
+                f"suite {name!r}: expected all, {', '.join(sorted({case.suite for case in cases}))}, or a case: "
+                + ", ".join(case.name for case in cases)
+            )
+        chosen.update(found)
+    return [case for case in cases if case.name in chosen]
+
+
+def run_case(case: Case, rows: Sequence[Row], settings: EvaluationSettings) -> CaseOutcome:
+    """Run every row on one case.
+
+    Raises:
+        EvaluationError: If a row cannot be run on it.
+    """
+    try:
+        return _run_case(Bench(case, settings), rows, settings)
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise EvaluationError(f"case {case.name}: {type(error).__name__}: {error}") from error
+
+
+def _run_case(bench: Bench, rows: Sequence[Row], settings: EvaluationSettings) -> CaseOutcome:
+    case, scenario = bench.case, bench.case.scenario
+    rows = [row for row in rows if row.applies(bench)]
+    played: list[tuple[str, int | None, Run]] = []
+    recoveries: list[RecoveryRecord] = []
+    with _one_thread():
+        for number in range(max((len(row.seeds) for row in rows), default=0)):
+            playing = [row for row in rows if row.make is not None and number < len(row.seeds)]
+            policies = [row.make(bench, number) for row in playing if row.make is not None]
+            runs = play_all(policies, scenario, length=settings.length, seed=settings.seed + number)
+            played += [(row.label, number, run) for row, run in zip(playing, runs, strict=True)]
+            if case.suite == "steady":
+                recoveries += _recover(bench, playing, policies, number)
+        for row in rows:
+            if row.compute is not None:
+                played.append((row.label, None, _first(row.compute(bench), settings.length)))
+    requests = played[0][2].requests
+    for label, _, run in played:
+        if not np.array_equal(run.requests, requests):
+            raise ValueError(f"row {label!r} saw other requests than row {played[0][0]!r}")
+    record = CaseRecord(
+        name=case.name,
+        family=case.family,
+        suite=case.suite,
+        period=case.period,
+        interval=scenario.interval,
+        note=scenario.trace.note,
+        requests=requests.tolist(),
+    )
+    return CaseOutcome(record, [RunRecord.of(label, case.name, number, run) for label, number, run in played], recoveries)
+
+
+def _first(run: Run, length: int | None) -> Run:
+    """Return the first intervals of a run."""
+    return replace(
+        run,
+        dollars=run.dollars[:length],
+        requests=run.requests[:length],
+        hits=run.hits[:length],
+        terms={term: values[:length] for term, values in run.terms.items()},
+        p99=run.p99[:length],
+        knobs=run.knobs[:length],
+    )
+
+
+def _recover(bench: Bench, rows: Sequence[Row], policies: Sequence[Policy], number: int) -> list[RecoveryRecord]:
+    """Start the rows from the smallest size and the shortest TTL; what each later interval costs against the best static one."""
+    settings, scenario = bench.settings, bench.case.scenario
+    space, after = scenario.config.space, settings.recover_intervals
+    bad = replace(scenario, initial=Knobs(space.min_size, space.min_ttl, 0.0))
+    static = bench.replays.dollars[:, : settings.length]
+    if static.shape[1] <= after:
+        return []
+    best = static[int(static[:, after:].sum(axis=1).argmin())]
+    found = []
+    played = play_all(policies, bad, length=settings.length, seed=settings.seed + number)
+    for row, run in zip(rows, played, strict=True):
+        curve = np.divide(run.dollars, best, out=np.full(len(best), math.nan), where=best > 0)
+        found.append(
+            RecoveryRecord(
+                row=row.label,
+                case=bench.case.name,
+                seed=number,
+                after=after,
+                dollars=float(run.dollars[after:].sum()),
+                best_static=float(best[after:].sum()),
+                curve=[value if math.isfinite(value) else None for value in curve.tolist()],
+            )
+        )
+    return found
+
+
+def decision_seconds(policy: Policy, case: Case, *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the median time of one decision on a case, seconds; the observation is there already.
+
+    Args:
+        policy: The policy.
+        case: What it decides on.
+        clock: Seconds.
+    """
+    timed = _Timed(policy, clock)
+    with _one_thread():
+        play_all([timed], case.scenario, length=_DECISIONS)
+    return float(np.median(timed.seconds))
+
+
+class _Timed:
+    """A policy whose decisions are timed."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
+        self._policy = policy
+        self._clock = clock
+        self.seconds: list[float] = []
+
+    @property
+    def name(self) -> str:
+        return self._policy.name
+
+    def reset(self) -> None:
+        self._policy.reset()
+
+    def decide(self, observation: Observation) -> Proposal:
+        began = self._clock()
+        proposal = self._policy.decide(observation)
+        self.seconds.append(self._clock() - began)
+        return proposal
+
+
+# -- processes --------------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(
+    settings: EvaluationSettings, rows: Sequence[Row], cases: CaseSource, chosen: Sequence[Case], jobs: int
+) -> Iterator[CaseOutcome]:
+    if jobs < 1:
+        raise InputError(f"jobs: expected at least 1, got {jobs}")
+    if jobs == 1 or len(chosen) == 1:
+        for case in chosen:
+            yield run_case(case, rows, settings)
+        return
+    # Spawned: a fork would take over threads of numba and torch that do not run in it.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(jobs, len(chosen)), mp_context=context, initializer=_prepare, initargs=(settings, cases))
+    try:
+        for done in as_completed([pool.submit(_run_named, case.name) for case in chosen]):
+            yield done.result()
+    except BrokenProcessPool as error:
+        raise EvaluationError(f"a process ended before its case was done (out of memory?): try fewer jobs than {jobs}") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_prepared: tuple[EvaluationSettings, list[Row], dict[str, Case]] | None = None
+
+
+def _prepare(settings: EvaluationSettings, cases: CaseSource) -> None:
+    """Make rows and cases in a process of the pool: neither can be sent."""
+    global _prepared
+    rows, _ = resolve_rows(settings)
+    _prepared = settings, rows, {case.name: case for case in cases()}
+
+
+def _run_named(name: str) -> CaseOutcome:
+    if _prepared is None:
+        raise RuntimeError("evaluate: expected _prepare to have run in this process")
+    settings, rows, cases = _prepared
+    return run_case(cases[name], rows, settings)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Step the caches of a batch in this thread: a few short ones cost more to share out than to step."""
+    before = numba.get_num_threads()
+    use_threads(1)
+    try:
+        yield
+    finally:
+        use_threads(before)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("cachepilot", "numpy", "numba"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
