@@ -119,7 +119,7 @@ class Watch:
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
-        self._bars.console.print(line, markup=False, highlight=False)
+        self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, name: str, steps: int, reward: float) -> None:
         """Move a run's bar."""
