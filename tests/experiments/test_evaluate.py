@@ -219,11 +219,11 @@ def test_rows_are_asked_for_by_label_by_name_and_by_source(tmp_path: Path) -> No
 
 def test_rows_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path) -> None:
     def settings(**row: str) -> EvaluationSettings:
-        return EvaluationSettings(rows=(*ROWS[:2], RowSettings(label="mine", **row)))  # type: ignore[arg-type]
+        return EvaluationSettings(rows=(*ROWS[:2], RowSettings(label="mine", **row)))
 
     with pytest.raises(InputError, match=r"row 'mine': policy 'curv'.*did you mean curve"):
         resolve_rows(settings(policy="curv"))
-    with pytest.raises(InputError, match="no directory matches .*train the policies there"):
+    with pytest.raises(InputError, match=r"no directory matches .*train the policies there"):
         resolve_rows(settings(artifacts=f"{tmp_path}/none-*"))
     (tmp_path / "broken").mkdir()
     with pytest.raises(ValueError, match="broken"):

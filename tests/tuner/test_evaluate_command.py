@@ -1,0 +1,101 @@
+"""`cachepilot evaluate` as a command: what it prints and writes, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import experiments.suites
+from agents.artifact import ArtifactError
+from experiments.units import InputError
+from tests.experiments.evaluation_cases import small_cases
+from tuner.evaluate_command import evaluate
+
+CONFIG = """
+seeds: 2
+recover_intervals: 5
+roles: {learned: [moved]}
+rows:
+  - {label: mid-grid static, policy: mid-grid}
+  - {label: smoothed curve, policy: curve}
+  - {label: best static in hindsight, computed: best-static, group: bound}
+  - {label: moved, policy: "curve+1+0+0"}
+"""
+
+app = typer.Typer()
+app.command()(evaluate)
+
+
+@app.callback()
+def _several() -> None:
+    """Makes `evaluate` a command among others, as it is in the product."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(experiments.suites, "held_out", lambda folder: small_cases())
+    monkeypatch.setenv("CACHEPILOT_TRACES", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "rows.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    with pytest.raises((InputError, ArtifactError)) as caught:
+        run(*arguments)
+    return str(caught.value)
+
+
+def test_it_shows_tables_and_writes_a_page_and_results_that_show_the_same_again(config: Path, tmp_path: Path) -> None:
+    page, kept, again = tmp_path / "page.html", tmp_path / "results.json.gz", tmp_path / "again.html"
+    text = run("--config", config, "--suite", "tide-2", "-o", page, "--results", kept)
+    for words in ("non-stationary: 1 cases", "moved", "targets, about moved", "not measured", str(page.name)):
+        assert words in text, words
+    assert "Suite: non-stationary" in page.read_text("utf-8")
+    shown = run("--from", kept, "-o", again)
+    first = text[: text.index("page:")]
+    assert shown[: shown.index("page:")] == first
+    assert "Suite: non-stationary" in again.read_text("utf-8")
+
+
+def test_json_alone_is_on_standard_output(config: Path, tmp_path: Path) -> None:
+    told = json.loads(run("moved", "--config", config, "--suite", "calm", "--length", "8", "--json"))
+    assert told["learned"] == "moved"
+    assert [suite["suite"] for suite in told["suites"]] == ["steady"]
+    rows = {row["row"]: row for row in told["suites"][0]["rows"]}
+    assert rows["moved"]["relative_to_reference"]["iqm"]["value"] > 0
+    assert rows["moved"]["command"] == f"cachepilot evaluate moved=curve+1+0+0 --seed 0 --suite calm --config {config} --length 8"
+    assert {target["state"] for target in told["targets"]} <= {"met", "missed", "not measured"}
+    assert told["suites"][0]["cases"][0]["intervals"] == 8
+
+
+def test_missing_traces_are_told_with_what_to_do(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "give it as --traces, or set CACHEPILOT_TRACES" in refused("--config", config, "--traces", tmp_path / "none")
+    monkeypatch.delenv("CACHEPILOT_TRACES")
+    assert refused("--config", config).startswith("traces: expected the folder of the real traces")
+
+
+def test_rows_that_cannot_be_are_told_before_the_traces_are_read(config: Path, tmp_path: Path) -> None:
+    assert "did you mean curve" in refused("curv", "--config", config)
+    (tmp_path / "damaged").mkdir()
+    assert "damaged" in refused(f"mine={tmp_path / 'damaged'}", "--config", config)
+    assert "no directory matches" in refused(f"mine={tmp_path}/none-*", "--config", config)
+
+
+def test_what_cannot_be_written_or_shown_is_refused_before_the_work(config: Path, tmp_path: Path) -> None:
+    assert "there is no directory" in refused("-o", tmp_path / "none" / "page.html")
+    assert "it is a directory" in refused("--results", tmp_path)
+    assert "nothing is run" in refused("--from", tmp_path / "results.json", "--seed", 3)
+    assert "expected the JSON that cachepilot evaluate --results writes" in refused("--from", tmp_path / "none.json")
+    assert "suite 'nope': expected all" in refused("--config", config, "--suite", "nope")
