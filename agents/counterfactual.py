@@ -1,0 +1,283 @@
+"""What another setting would have cost on a window's own requests: an estimate from the window's ghost curve.
+
+A live cache has no second cache beside it. The window's ghost curve says what every setting would have hit on the very same
+requests, but it knows neither fills nor warm-up nor the model's queue. The measured window knows them all, for one setting. The
+estimate takes the measured window and moves it by what the ghost says differs between the two settings (a control variate): what
+the ghost gets wrong for both alike cancels, and the estimate for the setting that was in force is the measured cost itself,
+without any error.
+
+========== =============================================================================================================
+term       estimate for the other setting
+========== =============================================================================================================
+tokens     measured, plus the difference in misses times the mean tokens of a miss
+latency    likewise, by the mean latency of a miss less that of a hit; misses wait longer or shorter as the load on the model
+           changes (:class:`Service`)
+memory     exact
+staleness  the ghost's own at the other setting, plus what was measured beyond the ghost's, in proportion to the hits
+slo        the measured P99, moved with the load on the model
+refresh    in proportion to the warm-up ratios: none without warm-up
+change     exact
+========== =============================================================================================================
+
+With warm-up, hits are measured that the ghost cannot know of. What they exceed the ghost's by on average, beyond what the ghost
+is wrong by without warm-up, is credited to warm-up (:attr:`Service.warmed_hits`), as far as windows of both kinds were seen.
+
+What the estimate leaves out favours, in part, the other setting: its cache is charged as if it had been filled for long, which
+flatters it right after it grew; and where a smaller cache would overload the model, the measured windows, which had less load,
+tell too little of it. Nobody should be judged by it without a margin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from envs.objective import Cost, Prices, Usage, price
+from envs.signal_batch import ABSURD
+from envs.signals import ArmSignals
+from envs.smoothing import cost_at
+from serving.ghost import GhostCurve
+from serving.knobs import Knobs
+
+MOST_FACTOR = 4.0
+"""The load on the model is never taken to change a latency by more than this factor: nobody has seen what lies beyond."""
+
+FEWEST_WINDOWS = 8.0
+"""Weight of windows below which nothing is said of how latency answers to load."""
+
+
+_LEAST_STALE = 1e-4
+"""Stale hits per request that are added before the logarithm is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What hits and misses have been like lately: moving averages over windows.
+
+    Attributes:
+        input_tokens: Mean prompt tokens of a miss; NaN before the first, like the next three.
+        output_tokens: Mean completion tokens of a miss.
+        miss_latency: Mean latency of a miss, seconds.
+        hit_latency: Mean latency of a hit, seconds.
+        warmed_hits: Hits per request that warm-up adds, >= 0.
+        warmed_stale: Expected stale hits per request that it adds, <= 0: what it refreshes is younger.
+        miss_response: Growth of the log of the latency of misses per completion token per second at the model.
+        p99_response: The same of P99.
+    """
+
+    input_tokens: float = math.nan
+    output_tokens: float = math.nan
+    miss_latency: float = math.nan
+    hit_latency: float = math.nan
+    warmed_hits: float = 0.0
+    warmed_stale: float = 0.0
+    miss_response: float = 0.0
+    p99_response: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether a miss has ever been seen and timed."""
+        return not math.isnan(self.input_tokens + self.output_tokens + self.miss_latency)
+
+
+class _Average:
+    """A moving average of two numbers, and how far it is to be trusted: 0 to 1, from little seen to much."""
+
+    def __init__(self) -> None:
+        self._sum, self._weight = np.zeros(2), 0.0
+
+    def add(self, values: tuple[float, float], kept: float) -> None:
+        self._sum = kept * self._sum + np.array(values)
+        self._weight = kept * self._weight + 1.0
+
+    @property
+    def mean(self) -> npt.NDArray[np.float64]:
+        return self._sum / max(self._weight, 1.0)
+
+    @property
+    def trust(self) -> float:
+        return self._weight / (self._weight + FEWEST_WINDOWS)
+
+
+class ServiceMeter:
+    """Keeps :class:`Service` over windows.
+
+    Args:
+        weight: Weight of the newest window in the averages, (0, 1].
+        memory: What a window keeps of the weight of the ones before where much is needed to see anything: the effect of
+            warm-up and of load, (0, 1].
+    """
+
+    def __init__(self, weight: float = 0.3, memory: float = 0.98) -> None:
+        self._weight = weight
+        self._memory = memory
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every window."""
+        self.service = Service()
+        self._moments = np.zeros((2, 6))  # for log latency of misses and log P99: weight, x, y, xx, xy, yy
+        self._surplus = (_Average(), _Average())  # without warm-up, with it
+
+    def update(self, signals: ArmSignals, knobs: Knobs) -> None:
+        """Take one more window in; what is missing in it leaves the averages as they are.
+
+        Args:
+            signals: The window.
+            knobs: The knobs that were in force.
+        """
+        service = self.service
+        misses = signals.requests * (1.0 - signals.hit_ratio)
+        if _sane(misses) and misses >= 1.0 and _sane(signals.input_tokens, signals.output_tokens, signals.miss_latency):
+            service = replace(
+                service,
+                input_tokens=self._mean(service.input_tokens, signals.input_tokens / misses),
+                output_tokens=self._mean(service.output_tokens, signals.output_tokens / misses),
+                miss_latency=self._mean(service.miss_latency, signals.miss_latency),
+            )
+        if _sane(signals.hit_latency):
+            service = replace(service, hit_latency=self._mean(service.hit_latency, signals.hit_latency))
+        ghost = signals.ghost
+        if ghost is not None and usable(ghost) and _sane(signals.hit_ratio, signals.stale_hits) and signals.requests > 0:
+            self._surplus[int(knobs.warmup_ratio > 0)].add(_surplus(signals, ghost, knobs), self._memory)
+            cold, warm = self._surplus
+            hits, stale = (warm.mean - cold.mean) * cold.trust * warm.trust
+            service = replace(service, warmed_hits=max(float(hits), 0.0), warmed_stale=min(float(stale), 0.0))
+        load = _load(signals)
+        for row, latency in enumerate((signals.miss_latency, signals.p99)):
+            if _sane(load, latency) and latency > 0:
+                y = math.log(latency)
+                self._moments[row] = self._memory * self._moments[row] + np.array([1.0, load, y, load * load, load * y, y * y])
+        self.service = replace(service, miss_response=_slope(self._moments[0]), p99_response=_slope(self._moments[1]))
+
+    def _mean(self, before: float, value: float) -> float:
+        return value if math.isnan(before) else before + self._weight * (value - before)
+
+
+def counterfactual(
+    signals: ArmSignals, applied: Knobs, other: Knobs, service: Service, prices: Prices, *, change_steps: float = 0.0
+) -> Cost | None:
+    """Estimate what other knobs would have cost on a window's own requests.
+
+    Args:
+        signals: The window as measured.
+        applied: The knobs that were in force.
+        other: The knobs to price.
+        service: What hits and misses are like.
+        prices: The prices.
+        change_steps: Grid steps by which the other knobs would have moved at the window's start.
+
+    Returns:
+        US dollars per 1,000 requests by term, equal to the measured cost (but for the change) where ``other`` is ``applied``;
+        None where the window cannot tell.
+    """
+    ghost = signals.ghost
+    if ghost is None or not usable(ghost) or not service.known:
+        return None
+    needed = (
+        signals.requests, signals.hit_ratio, signals.latency_sum, signals.input_tokens, signals.output_tokens, signals.stale_hits,
+        signals.refresh_input_tokens, signals.refresh_output_tokens, signals.window,
+    )  # fmt: skip
+    if not _sane(*needed) or not signals.requests > 0 or not signals.window > 0:
+        return None
+    # What warm-up did in our window and would have done in the other: in proportion to the ratios.
+    kept = min(1.0, other.warmup_ratio / applied.warmup_ratio) if applied.warmup_ratio > 0 else 1.0
+    surplus, beyond = _surplus(signals, ghost, applied)
+    surplus -= (1.0 - kept) * service.warmed_hits
+    beyond -= (1.0 - kept) * service.warmed_stale
+    ghost_hits, ghost_stale = ghost_shares(ghost, other)
+    hit_ratio = min(max(ghost_hits + surplus, 0.0), 1.0)
+    more = signals.requests * (signals.hit_ratio - hit_ratio)  # misses that the other setting would have had beyond ours
+    misses = signals.requests * (1.0 - hit_ratio)
+    refresh_in, refresh_out = kept * signals.refresh_input_tokens, kept * signals.refresh_output_tokens
+    input_tokens = max(0.0, signals.input_tokens + more * service.input_tokens)
+    output_tokens = max(0.0, signals.output_tokens + more * service.output_tokens)
+    heavier = (output_tokens + refresh_out - signals.output_tokens - signals.refresh_output_tokens) / signals.window
+    miss_latency = signals.miss_latency if _sane(signals.miss_latency) else service.miss_latency
+    slower = miss_latency * (_factor(service.miss_response, heavier) - 1.0)
+    hit_latency = 0.0 if math.isnan(service.hit_latency) else service.hit_latency
+    latency = signals.latency_sum + more * (miss_latency - hit_latency) + misses * slower
+    stale = ghost_stale + beyond * (min(hit_ratio / signals.hit_ratio, 1.0) if signals.hit_ratio > 0 else 1.0)
+    return price(
+        Usage(
+            requests=signals.requests,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            latency_seconds=max(0.0, latency),
+            p99=signals.p99 * _factor(service.p99_response, heavier),
+            stale_hits=max(0.0, stale) * signals.requests,
+            budget_bytes=other.cache_size,
+            duration=signals.window,
+            refresh_input_tokens=refresh_in,
+            refresh_output_tokens=refresh_out,
+            change_steps=change_steps,
+        ),
+        prices,
+    )
+
+
+def ghost_shares(curve: GhostCurve, knobs: Knobs) -> tuple[float, float]:
+    """Return hits and expected stale hits per request by a usable curve, at any size and TTL.
+
+    Between the points of the grid hits are interpolated; stale hits are so in their logarithm, since they grow with a power of
+    the TTL and a chord would lie far above them.
+    """
+    hits = cost_at(curve.hits / curve.requests, curve, knobs)
+    stale = cost_at(np.log(curve.stale_hits / curve.requests + _LEAST_STALE), curve, knobs)
+    return hits, math.exp(stale) - _LEAST_STALE
+
+
+def _surplus(signals: ArmSignals, ghost: GhostCurve, knobs: Knobs) -> tuple[float, float]:
+    """Return what was measured beyond the ghost's hits and stale hits at the same setting, each per request."""
+    hits, stale = ghost_shares(ghost, knobs)
+    return signals.hit_ratio - hits, signals.stale_hits / signals.requests - stale
+
+
+def usable(curve: GhostCurve) -> bool:
+    """Whether a curve holds only what a window can hold."""
+    shape = (len(curve.sizes), len(curve.ttls))
+    if not (math.isfinite(curve.requests) and 1e-3 < curve.requests < ABSURD) or min(shape) < 1:
+        return False
+    if curve.hits.shape != shape or curve.stale_hits.shape != shape:
+        return False
+    if not (_ascending(np.asarray(curve.sizes, np.float64)) and _ascending(np.asarray(curve.ttls, np.float64))):
+        return False
+    cells = np.stack([curve.hits, curve.stale_hits])
+    return bool(np.all((cells >= 0) & (cells < ABSURD)))
+
+
+def _ascending(points: npt.NDArray[np.float64]) -> bool:
+    return bool(np.all((points > 0) & np.isfinite(points)) and np.all(np.diff(points) > 0))
+
+
+def _sane(*values: float) -> bool:
+    return all(0.0 <= value < ABSURD for value in values)
+
+
+def _load(signals: ArmSignals) -> float:
+    """Completion tokens per second at the model."""
+    if not signals.window > 0:
+        return math.nan
+    return (signals.output_tokens + signals.refresh_output_tokens) / signals.window
+
+
+def _slope(moments: npt.NDArray[np.float64]) -> float:
+    """Return the slope of a weighted regression, shrunk by its own uncertainty; 0 where it is not positive or unknown."""
+    weight, x, y, xx, xy, yy = moments
+    if weight < FEWEST_WINDOWS:
+        return 0.0
+    var, cov, spread = xx / weight - (x / weight) ** 2, xy / weight - x * y / weight**2, yy / weight - (y / weight) ** 2
+    if not (var > 1e-9 * (x / weight) ** 2 and cov > 0 and spread > 0):
+        return 0.0
+    slope = cov / var
+    unexplained = max(spread - slope * cov, 0.0)
+    error = unexplained / (var * weight)
+    return float(slope * slope**2 / (slope**2 + error))
+
+
+def _factor(response: float, heavier: float) -> float:
+    bound = math.log(MOST_FACTOR)
+    return math.exp(min(max(response * heavier, -bound), bound))
