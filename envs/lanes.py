@@ -21,6 +21,7 @@ from envs.observation import Observation, ObservationBatch, Observations, mask_o
 from envs.signal_batch import SIGNALS, SignalBatch
 from envs.simulator import CacheSimulator, SimConfig
 from envs.simulator.batch import BatchWindow, SimulatorBatch
+from envs.simulator.tape import tape_of
 from envs.smoothing import Place, window_regret
 from envs.task import Episode, Task
 
@@ -103,7 +104,7 @@ class Lanes:
         self._hidden = np.array([[name in episode.hidden for episode in both] for name in SIGNALS])
         self._durations = np.array([episode.interval for episode in both])
         self._knobs = to_array([episode.initial for episode in both])
-        self._simulators = SimulatorBatch(_simulators(self._episodes))
+        self._simulators = SimulatorBatch(_simulators(self._episodes, task.taped))
         self._left = np.full(count, task.episode_length)
         self._mask = mask_of(task.hidden)
         self._unit = np.zeros((2, count))  # weighted sum of the reference's dollars per interval, and of the weights
@@ -230,14 +231,16 @@ class Lanes:
         )
 
 
-def _simulators(episodes: Sequence[Episode]) -> list[CacheSimulator]:
+def _simulators(episodes: Sequence[Episode], taped: bool) -> list[CacheSimulator]:
     """Return our caches, then the references', which share our ghosts: a ghost depends on the requests alone."""
-    ours = [_simulator(each, each.config) for each in episodes]
+    ours = [_simulator(each, replace(each.config, ghost_keys=0) if taped else each.config) for each in episodes]
     references = [_simulator(each, replace(each.config, ghost_keys=0)) for each in episodes]
-    for reference, leader in zip(references, ours, strict=True):
-        reference.follow(leader)
+    for episode, own, reference in zip(episodes, ours, references, strict=True):
+        if taped and episode.config.ghost_keys:
+            own.follow(tape_of(episode.trace, episode.config, episode.interval, 0))
+        reference.follow(own)
     return [*ours, *references]
 
 
 def _simulator(episode: Episode, config: SimConfig) -> CacheSimulator:
-    return CacheSimulator(episode.trace, config, episode.initial, start=episode.start, seed=episode.seed)
+    return CacheSimulator(episode.trace, config, episode.initial, start=episode.start, seed=episode.seed, clock=episode.clock)

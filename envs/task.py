@@ -98,6 +98,7 @@ class Episode:
         config: The simulated cache, its knob space and prices.
         interval: Seconds between two decisions.
         start: Number of the request at which the episode starts.
+        clock: Where the trace's clock starts, seconds; None: at that request.
         initial: Knobs of both caches at the start.
         clock_origin: Clock time at which the workload's own day starts, seconds.
         hidden: Signals that the episode lacks.
@@ -108,6 +109,7 @@ class Episode:
     config: SimConfig
     interval: float
     start: int
+    clock: float | None
     initial: Knobs
     clock_origin: float
     hidden: frozenset[str]
@@ -125,6 +127,9 @@ class Task:
             function of the observation of the reference's own cache.
         randomise: What differs between episodes.
         actions: What an action means.
+        taped: Whether an episode finds a ghost that has run since the trace's start, as beside a cache that was just emptied,
+            instead of one that starts with it; its windows are kept with the trace, which makes training several times faster.
+            Episodes then start at multiples of the interval, and all ghosts of a trace have one sample.
         hidden: Components of the observation that are taken away, for ablation (:func:`envs.observation.mask_of`).
         max_steps: Most that one interval may move each knob, grid steps.
         reward: ``dollars``: the reference's cost less ours, US dollars per 1,000 requests. ``relative``: dollars of the window
@@ -142,6 +147,7 @@ class Task:
     max_steps: tuple[float, float, float] = MAX_STEPS
     reward: Reward = "dollars"
     hidden: tuple[str, ...] = ()
+    taped: bool = False
 
     def __post_init__(self) -> None:
         if self.episode_length < 1:
@@ -175,8 +181,12 @@ class Task:
         if randomise.slots != 1.0:
             slots = max(1, round(config.upstream.slots * _factor(randomise.slots, rng)))
             config = replace(config, upstream=replace(config.upstream, slots=slots))
-        start = 0
-        if randomise.start:
+        start, clock = 0, 0.0 if self.taped else None
+        if randomise.start and self.taped:
+            latest = math.floor((trace.duration - (length + 1) * interval) / interval)
+            clock = interval * int(rng.integers(0, max(latest, 0) + 1))
+            start = int(np.searchsorted(trace.time, clock, side="left"))
+        elif randomise.start:
             # The last request from which a whole episode, and the interval before it, still fits.
             latest = int(np.searchsorted(trace.time, trace.duration - (length + 1) * interval, side="right"))
             start = int(rng.integers(0, max(latest, 1)))
@@ -184,7 +194,7 @@ class Task:
             initial = _draw_knobs(config.space, rng) if randomise.knobs else _middle(config.space)
         origin = -float(rng.uniform(0.0, 86_400.0)) / prices.time_scale if randomise.clock else 0.0
         hidden = frozenset(name for name in _OPTIONAL if randomise.absent and rng.random() < randomise.absent)
-        return Episode(trace, config, interval, start, initial, origin, hidden, int(rng.integers(0, 2**31)))
+        return Episode(trace, config, interval, start, clock, initial, origin, hidden, int(rng.integers(0, 2**31)))
 
 
 def check(scenario: Scenario) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,14 @@ class Window:
     byte_hit_ratio: float = math.nan
 
 
+class GhostSource(Protocol):
+    """Whose ghost another simulator may follow."""
+
+    def seen_at(self, now: float) -> GhostWindow | None:
+        """Return the window that ends at a time, seconds."""
+        ...
+
+
 class CacheSimulator:
     """Replays a trace through one arm of the cache, window by window.
 
@@ -73,13 +81,23 @@ class CacheSimulator:
         start: Number of the request at which the clock starts; earlier ones never happened.
         seed: Chooses the ghost's sample; nothing else is random.
         warm_from: If given, requests ``warm_from`` to ``start`` run first, under ``knobs``, and are not reported.
+        clock: Time at which the clock starts, seconds: after the request before ``start`` and not after that itself. Default:
+            the time of the first request that runs.
 
     Raises:
-        ValueError: If ``start`` or ``warm_from`` is not a request of the trace.
+        ValueError: If ``start`` or ``warm_from`` is not a request of the trace, or ``clock`` is not where it may be.
     """
 
     def __init__(
-        self, trace: Trace, config: SimConfig, knobs: Knobs, *, start: int = 0, seed: int = 0, warm_from: int | None = None
+        self,
+        trace: Trace,
+        config: SimConfig,
+        knobs: Knobs,
+        *,
+        start: int = 0,
+        seed: int = 0,
+        warm_from: int | None = None,
+        clock: float | None = None,
     ) -> None:
         if not 0 <= start <= len(trace) or (warm_from is not None and not 0 <= warm_from <= start):
             raise ValueError(
@@ -91,7 +109,7 @@ class CacheSimulator:
         self._prepared = prepare(trace)
         self._own: Numberings | None = None
         first = start if warm_from is None else warm_from
-        self._now = self._time_of(first)
+        self._now = self._time_of(first) if clock is None else self._checked_clock(clock, first)
         self._state = _new_state(self._prepared, config, trace, first, self._now)
         self._ghost = (
             Ghost(
@@ -105,7 +123,7 @@ class CacheSimulator:
             if config.ghost_keys
             else None
         )
-        self._leader: CacheSimulator | None = None
+        self._leader: GhostSource | None = None
         self._seen: GhostWindow | None = None
         self._knobs = self._priced = knobs
         self._refreshes = 0
@@ -170,12 +188,26 @@ class CacheSimulator:
             self._ghost.flush()
         return int(kernel.empty(self._state))
 
-    def follow(self, leader: CacheSimulator) -> None:
+    def follow(self, leader: GhostSource) -> None:
         """Take the ghost's windows from another simulator from now on, which is stepped first and by the same durations.
 
-        The ghost depends on the requests alone, not on the knobs: two caches on the same requests need one.
+        The ghost depends on the requests alone, not on the knobs: two caches on the same requests need one, or a
+        :class:`envs.simulator.tape.GhostTape`.
         """
         self._leader, self._ghost = leader, None
+
+    def seen_at(self, now: float) -> GhostWindow | None:
+        """Return the ghost's last window; None without a ghost, and before the first.
+
+        Args:
+            now: Where whoever asks has come to, seconds.
+
+        Raises:
+            ValueError: If this simulator has not come as far.
+        """
+        if self._now != now:
+            raise ValueError(f"simulator: follow: expected a leader at {now} s, it is at {self._now} s")
+        return self._seen
 
     def extend(self, more: Trace) -> None:
         """Append requests; those that have run are dropped, so that memory grows with the keys and not with the requests.
@@ -287,9 +319,7 @@ class CacheSimulator:
             ValueError: If the simulator that is followed has not come as far.
         """
         if self._leader is not None:
-            if self._leader.now != self._now:
-                raise ValueError(f"simulator: follow: expected a leader at {self._now} s, it is at {self._leader.now} s")
-            self._seen = self._leader._seen
+            self._seen = self._leader.seen_at(self._now)
         elif self._ghost is not None:
             columns, last = self._prepared.columns, self.position
             begin = first
@@ -319,6 +349,14 @@ class CacheSimulator:
         if self._ghost is not None and last > first:
             sizes = columns.size[first:last].astype(np.int64)
             self._ghost.access_many(self._prepared.key[first:last], sizes, columns.time[first:last])
+
+    def _checked_clock(self, clock: float, first: int) -> float:
+        time = self._prepared.columns.time
+        low = float(time[first - 1]) if first else -math.inf
+        high = float(time[first]) if first < len(time) else math.inf
+        if not (low <= clock <= high and math.isfinite(clock)):
+            raise ValueError(f"simulator: clock: expected finite seconds from {low:g} to {high:g}, got {clock!r}")
+        return clock
 
     def _time_of(self, row: int) -> float:
         time = self._prepared.columns.time
@@ -355,8 +393,8 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
     ints = np.zeros(k.N_INTS, np.int64)
     ints[k.POSITION] = ints[k.HOT_ROW] = position
     # Events before the start never happened; one at the start's very moment does.
-    ints[k.UPDATE] = np.searchsorted(columns.update_time, now, side="left") if position else 0
-    ints[k.FLUSH] = np.searchsorted(columns.flush_time, now, side="left") if position else 0
+    ints[k.UPDATE] = np.searchsorted(columns.update_time, now, side="left") if now > 0 else 0
+    ints[k.FLUSH] = np.searchsorted(columns.flush_time, now, side="left") if now > 0 else 0
     floats = np.zeros(k.N_FLOATS)
     floats[k.NEXT_TICK] = now + warmup.period
     floats[k.BUCKET] = max(1.0, warmup.burst)
