@@ -39,8 +39,8 @@ Progress = Callable[[int, float], None]
 """Called with the steps made so far and the mean reward of the last rollout."""
 
 Observe = Callable[[Mapping[str, float | None]], None]
-"""Called after each update with its entry of the learning curve and, beside it, ``steps_per_second``, ``rollout_seconds`` and
-``update_seconds``."""
+"""Called after each update with its entry of the learning curve and, beside it, ``steps_per_second``, ``rollout_seconds``,
+``update_seconds`` and, by this thread's own CPU time, ``rollout_cpu_seconds`` and ``update_cpu_seconds``."""
 
 PROBES = 32
 """Observations of the last rollout that are kept to compare actions on."""
@@ -117,7 +117,7 @@ def train_ppo(
         agents.extraction.ParityError: If the network in numpy does not compute what torch does.
         ValueError: If the demonstrations do not fit, or are given for a recurrent policy.
     """
-    torch.set_num_threads(1)  # two trainings side by side on two cores run eight times slower otherwise
+    _one_thread()
     whole = _identity(settings, seed, warm_start, identity or {})
     found = load_checkpoint(checkpoints, whole) if checkpoints is not None else None
     environments = make_environments(settings.n_envs)
@@ -163,17 +163,18 @@ class _Rollout(BaseCallback):
     Attributes:
         reward: Mean reward of a step, without the value that stable-baselines3 adds where an episode is cut off.
         observations: Shape (n_steps, n_envs, DIM).
-        ended: When it ended, by the performance counter.
+        ended: When it ended: by the performance counter, and this thread's CPU time.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reward = math.nan
-        self.ended = math.nan
+        self.ended = (math.nan, math.nan)
         self.observations: npt.NDArray[np.float32] = np.zeros((0, 0, 0), np.float32)
         self._rewards: list[float] = []
 
     def _on_rollout_start(self) -> None:
+        _one_thread()
         self._rewards = []
 
     def _on_step(self) -> bool:
@@ -183,7 +184,8 @@ class _Rollout(BaseCallback):
     def _on_rollout_end(self) -> None:
         self.reward = float(np.mean(self._rewards))
         self.observations = np.array(self.locals["rollout_buffer"].observations, np.float32)
-        self.ended = time.perf_counter()
+        _one_thread()
+        self.ended = _now()
 
 
 class _Run:
@@ -217,7 +219,7 @@ class _Run:
 
     def _update(self) -> tuple[dict[str, float | None], dict[str, float]]:
         """Make one rollout and one update; return its entry of the learning curve and its timing."""
-        model, rollout, started = self._model, self._rollout, time.perf_counter()
+        model, rollout, started = self._model, self._rollout, _now()
         self._rate.update = len(self.curve)
         model.learn(self._settings.rollout, callback=rollout, log_interval=_NEVER, reset_num_timesteps=False)
         values = model.logger.name_to_value
@@ -225,12 +227,11 @@ class _Run:
         entry = {name: _finite(values[key]) for name, key in _CURVE.items()}
         self._statistics.add(rollout.observations)
         model.logger.record("rollout/reward", rollout.reward)
-        ended = time.perf_counter()
-        timing = {
-            "steps_per_second": self._settings.rollout / (ended - started),
-            "rollout_seconds": rollout.ended - started,
-            "update_seconds": ended - rollout.ended,
-        }
+        ended = _now()
+        timing = {"steps_per_second": self._settings.rollout / (ended[0] - started[0])}
+        for clock, name in enumerate(("seconds", "cpu_seconds")):
+            timing[f"rollout_{name}"] = rollout.ended[clock] - started[clock]
+            timing[f"update_{name}"] = ended[clock] - rollout.ended[clock]
         for name, value in timing.items():
             model.logger.record(f"time/{name}", value)
         model.logger.dump(model.num_timesteps)
@@ -357,6 +358,20 @@ def _identity(settings: PPOSettings, seed: int, warm_start: Demonstrations | Non
 
 def _named(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     return ((name, value) for name, value in tensors.items() if name.startswith(prefix))
+
+
+def _one_thread() -> None:
+    """Keep torch to one thread.
+
+    The matrices are small: with two threads an update takes eight times the CPU time. Numba's pool, which the environments start
+    when they first run, sets the threads of the OpenMP library that torch uses too: so it is said again before each rollout and
+    each update, not only once.
+    """
+    torch.set_num_threads(1)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
 
 
 def _finite(value: Any) -> float | None:

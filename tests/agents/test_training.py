@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from stable_baselines3.common.vec_env import DummyVecEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
@@ -170,6 +171,17 @@ def test_other_settings_do_not_resume_it_and_the_difference_is_shown(tmp_path: P
     other = SHORT.model_copy(update={"gamma": 0.5})
     with pytest.raises(CheckpointError, match=r"ppo\.gamma was 0\.97, is 0\.5.*task\.radius was \[1, 2\], is \[3, 2\].*--fresh"):
         train_ppo(targets, other, seed=7, checkpoints=tmp_path, identity={"task": {"radius": [3, 2]}})
+
+
+def test_torch_keeps_to_one_thread_whatever_the_environments_do() -> None:
+    class Threaded(DummyVecEnv):
+        def step_wait(self) -> Any:
+            torch.set_num_threads(2)  # as numba's pool does when it starts
+            return super().step_wait()
+
+    seen: list[int] = []
+    train_ppo(lambda count: Threaded([Target] * count), SMALL, seed=0, observe=lambda entry: seen.append(torch.get_num_threads()))
+    assert seen == [1, 1]
 
 
 def test_a_recurrent_policy_acts_in_numpy_as_in_torch() -> None:
