@@ -103,14 +103,14 @@ def bootstrap(
         seed: Of the draws.
 
     Returns:
-        The interval; no bounds with a single cell, which says nothing of others.
+        The interval; without bounds where what is drawn anew is there but once, which says nothing of others.
 
     Raises:
         ValueError: If ``scores`` is not finite or not of that shape.
     """
     table = _table(scores)
     value = float(statistic(table))
-    if table.size < 2:
+    if not _tells(table, scheme):
         return Interval(value)
     of_seed, of_case = picks(table.shape[0], table.shape[1], scheme, replicates=replicates, seed=seed)
     return _interval(value, statistic(table[of_seed, of_case]), confidence)
@@ -148,7 +148,7 @@ def gap_closed(
     if not gap > 0:
         return Interval(np.nan)
     value = float(np.sum(1.0 - ours)) / gap
-    if ours.size < 2:
+    if not _tells(ours, scheme):
         return Interval(value)
     of_seed, of_case = picks(ours.shape[0], ours.shape[1], scheme, replicates=replicates, seed=seed)
     gaps = np.sum(1.0 - best[of_seed, of_case], axis=(-2, -1))
@@ -183,7 +183,7 @@ def probability_of_improvement(
         raise ValueError(f"probability of improvement: expected the same cases, got {left.shape[1]} and {right.shape[1]}")
     wins = (left[:, None, :] < right[None, :, :]) + 0.5 * (left[:, None, :] == right[None, :, :])
     value = float(wins.mean())
-    if left.size < 2:
+    if not (_tells(left, scheme) or _tells(right, scheme)):
         return Interval(value)
     our_seed, case = picks(left.shape[0], left.shape[1], scheme, replicates=replicates, seed=seed)
     their_seed, _ = picks(right.shape[0], right.shape[1], scheme, replicates=replicates, seed=seed + 1)
@@ -238,6 +238,12 @@ def _table(scores: npt.ArrayLike) -> Floats:
     if table.ndim != 2 or not table.size or not np.isfinite(table).all():
         raise ValueError(f"scores: expected finite numbers of shape (seeds, cases), got shape {table.shape}")
     return table
+
+
+def _tells(table: Floats, scheme: Scheme) -> bool:
+    """Whether scores tell of what is drawn anew: one seed says nothing of other seeds, one case nothing of other cases."""
+    seeds, cases = table.shape
+    return seeds > 1 if scheme == WITHIN else cases > 1
 
 
 def _interval(value: float, draws: Floats, confidence: float) -> Interval:

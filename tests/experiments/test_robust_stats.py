@@ -50,7 +50,7 @@ def test_the_interquartile_mean_of_many_tables_is_that_of_each(scores: Floats) -
 def test_equal_scores_have_an_interval_without_width(seeds: int, cases: int, value: float, scheme: Scheme) -> None:
     found = bootstrap(np.full((seeds, cases), value), scheme=scheme, replicates=50)
     assert found.value == pytest.approx(value)
-    if seeds * cases > 1:
+    if (seeds if scheme == WITHIN else cases) > 1:
         assert [found.low, found.high] == pytest.approx([value, value])
     else:
         assert not found.known
@@ -81,6 +81,14 @@ def test_the_interval_scales_with_the_scores_and_holds_only_what_scores_can_give
         assert scaled.low == pytest.approx(factor * found.low)
         low, high = scores.min(), scores.max()
         assert low - 1e-9 * high <= found.low <= found.high <= high * (1 + 1e-9)
+
+
+def test_one_case_says_nothing_of_other_cases_and_one_seed_nothing_of_other_seeds() -> None:
+    one_case, one_seed = np.array([[0.8], [0.9], [1.0]]), np.array([[0.8, 0.9, 1.0]])
+    assert [bootstrap(one_case, scheme=scheme).known for scheme in SCHEMES] == [True, False, False]
+    assert [bootstrap(one_seed, scheme=scheme).known for scheme in SCHEMES] == [False, True, True]
+    assert not probability_of_improvement(one_case, one_case + 0.05).known
+    assert not gap_closed(one_case, one_case - 0.1).known
 
 
 def test_an_odd_case_moves_the_mean_and_not_the_interquartile_mean() -> None:
