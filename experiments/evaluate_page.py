@@ -155,7 +155,7 @@ def _tiles(summaries: Sequence[SuiteSummary], label: str | None) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """Show a ratio with four digits after the point, and more where fewer would put it on the other side of a threshold."""
+    """Show a ratio with four digits after the point."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 100:
