@@ -22,9 +22,12 @@ change     exact
 With warm-up, hits are measured that the ghost cannot know of. What they exceed the ghost's by on average, beyond what the ghost
 is wrong by without warm-up, is credited to warm-up (:attr:`Service.warmed_hits`), as far as windows of both kinds were seen.
 
-What the estimate leaves out favours, in part, the other setting: its cache is charged as if it had been filled for long, which
-flatters it right after it grew; and where a smaller cache would overload the model, the measured windows, which had less load,
-tell too little of it. Nobody should be judged by it without a margin.
+A ghost's caches have always had their size; a real one that has just grown is still to be filled. By LRU's inclusion property it
+holds what a cache of the bytes that it held before growing, plus those inserted since, would hold: the ghost is therefore read at
+that size (:func:`refilled`), for both settings.
+
+Where a smaller cache would overload the model, the measured windows, which had less load, tell too little of it; that favours the
+other setting. Nobody should be judged by the estimate without a margin.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class Service:
         hit_latency: Mean latency of a hit, seconds.
         warmed_hits: Hits per request that warm-up adds, >= 0.
         warmed_stale: Expected stale hits per request that it adds, <= 0: what it refreshes is younger.
+        entry_bytes: Bytes that an insertion adds; NaN while unknown.
         miss_response: Growth of the log of the latency of misses per completion token per second at the model.
         p99_response: The same of P99.
     """
@@ -74,6 +78,7 @@ class Service:
     hit_latency: float = math.nan
     warmed_hits: float = 0.0
     warmed_stale: float = 0.0
+    entry_bytes: float = math.nan
     miss_response: float = 0.0
     p99_response: float = 0.0
 
@@ -120,14 +125,17 @@ class ServiceMeter:
         """Forget every window."""
         self.service = Service()
         self._moments = np.zeros((2, 6))  # for log latency of misses and log P99: weight, x, y, xx, xy, yy
+        self._inserted = np.zeros(2)  # products of entries and bytes by which the cache grew, squares of the entries
+        self._held = math.nan
         self._surplus = (_Average(), _Average())  # without warm-up, with it
 
-    def update(self, signals: ArmSignals, knobs: Knobs) -> None:
+    def update(self, signals: ArmSignals, knobs: Knobs, filled: float | None = None) -> None:
         """Take one more window in; what is missing in it leaves the averages as they are.
 
         Args:
             signals: The window.
             knobs: The knobs that were in force.
+            filled: Bytes that the cache could hold by then, where it grew lately; default: its size.
         """
         service = self.service
         misses = signals.requests * (1.0 - signals.hit_ratio)
@@ -142,10 +150,11 @@ class ServiceMeter:
             service = replace(service, hit_latency=self._mean(service.hit_latency, signals.hit_latency))
         ghost = signals.ghost
         if ghost is not None and usable(ghost) and _sane(signals.hit_ratio, signals.stale_hits) and signals.requests > 0:
-            self._surplus[int(knobs.warmup_ratio > 0)].add(_surplus(signals, ghost, knobs), self._memory)
+            self._surplus[int(knobs.warmup_ratio > 0)].add(_surplus(signals, ghost, _read_at(knobs, filled)), self._memory)
             cold, warm = self._surplus
             hits, stale = (warm.mean - cold.mean) * cold.trust * warm.trust
             service = replace(service, warmed_hits=max(float(hits), 0.0), warmed_stale=min(float(stale), 0.0))
+        service = replace(service, entry_bytes=self._entry_bytes(signals))
         load = _load(signals)
         for row, latency in enumerate((signals.miss_latency, signals.p99)):
             if _sane(load, latency) and latency > 0:
@@ -153,12 +162,29 @@ class ServiceMeter:
                 self._moments[row] = self._memory * self._moments[row] + np.array([1.0, load, y, load * load, load * y, y * y])
         self.service = replace(service, miss_response=_slope(self._moments[0]), p99_response=_slope(self._moments[1]))
 
+    def _entry_bytes(self, signals: ArmSignals) -> float:
+        """Take in by how much the cache grew and by how many entries; return the bytes of one."""
+        held, before = signals.resident_bytes, self._held
+        entries = insertions(signals) - signals.evictions
+        if _sane(held, before, abs(entries)) and held >= 0.5 * before:  # else it was flushed, or shrank by far
+            self._inserted = self._memory * self._inserted + np.array([entries * (held - before), entries * entries])
+        self._held = held
+        products, squares = self._inserted
+        return float(products / squares) if squares > 0 and products > 0 else math.nan
+
     def _mean(self, before: float, value: float) -> float:
         return value if math.isnan(before) else before + self._weight * (value - before)
 
 
 def counterfactual(
-    signals: ArmSignals, applied: Knobs, other: Knobs, service: Service, prices: Prices, *, change_steps: float = 0.0
+    signals: ArmSignals,
+    applied: Knobs,
+    other: Knobs,
+    service: Service,
+    prices: Prices,
+    *,
+    change_steps: float = 0.0,
+    filled: tuple[float, float] | None = None,
 ) -> Cost | None:
     """Estimate what other knobs would have cost on a window's own requests.
 
@@ -169,6 +195,7 @@ def counterfactual(
         service: What hits and misses are like.
         prices: The prices.
         change_steps: Grid steps by which the other knobs would have moved at the window's start.
+        filled: Bytes that the two caches could hold in the window, ours and the other (:func:`refilled`); default: their sizes.
 
     Returns:
         US dollars per 1,000 requests by term, equal to the measured cost (but for the change) where ``other`` is ``applied``;
@@ -185,10 +212,11 @@ def counterfactual(
         return None
     # What warm-up did in our window and would have done in the other: in proportion to the ratios.
     kept = min(1.0, other.warmup_ratio / applied.warmup_ratio) if applied.warmup_ratio > 0 else 1.0
-    surplus, beyond = _surplus(signals, ghost, applied)
+    ours, theirs = filled if filled is not None else (None, None)
+    surplus, beyond = _surplus(signals, ghost, _read_at(applied, ours))
     surplus -= (1.0 - kept) * service.warmed_hits
     beyond -= (1.0 - kept) * service.warmed_stale
-    ghost_hits, ghost_stale = ghost_shares(ghost, other)
+    ghost_hits, ghost_stale = ghost_shares(ghost, _read_at(other, theirs))
     hit_ratio = min(max(ghost_hits + surplus, 0.0), 1.0)
     more = signals.requests * (signals.hit_ratio - hit_ratio)  # misses that the other setting would have had beyond ours
     misses = signals.requests * (1.0 - hit_ratio)
@@ -217,6 +245,31 @@ def counterfactual(
         ),
         prices,
     )
+
+
+def refilled(held: float, size: float, signals: ArmSignals, service: Service) -> tuple[float, float]:
+    """Return what a cache can hold during a window and at its end, bytes, from what it held before.
+
+    Args:
+        held: Bytes that it could hold at the end of the window before.
+        size: Its size in this window, bytes.
+        signals: The window; its insertions are taken for those of any setting.
+        service: What an insertion adds.
+    """
+    start, added = min(held, size), insertions(signals) * service.entry_bytes
+    if start >= size or not _sane(added):
+        return size, size
+    end = min(size, start + added)
+    return (start + end) / 2.0, end
+
+
+def insertions(signals: ArmSignals) -> float:
+    """Return the entries that a window's misses added to the cache: all but those that replaced an expired one."""
+    return max(signals.requests * (1.0 - signals.hit_ratio) - signals.expirations, 0.0)
+
+
+def _read_at(knobs: Knobs, filled: float | None) -> Knobs:
+    return knobs if filled is None or filled >= knobs.cache_size else replace(knobs, cache_size=max(1, round(filled)))
 
 
 def ghost_shares(curve: GhostCurve, knobs: Knobs) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from agents.counterfactual import ServiceMeter, counterfactual
+from agents.counterfactual import ServiceMeter, counterfactual, refilled
 from agents.curve import CurvePolicy
 from agents.policy import Policy, Proposal
 from envs.action import MAX_STEPS, limit_step
@@ -26,6 +26,9 @@ from serving.knobs import Knobs, KnobSpace
 
 MOST_EXCESS = 3.0
 """One interval's excess counts for at most this many mean intervals of the curve's cost: a burst is not evidence by itself."""
+
+_ABSURD = 1e100
+"""Dollars beyond which broken signals were priced."""
 
 _SAME = 0.3
 """Grid steps within which knobs are taken for those that were asked for: a little more than the guard's dead band."""
@@ -93,7 +96,7 @@ def weigh(pairs: list[tuple[float, float]], margin: float) -> Evidence:
     """
     excess, reference = np.array(pairs, np.float64).reshape(-1, 2).T
     count, total = len(excess), float(reference.sum())
-    if count < 2 or not total > 0:
+    if count < 2 or not 0 < total < _ABSURD:
         return Evidence(count)
     most = MOST_EXCESS * total / count
     over = np.clip(excess, -most, most) - margin * reference
@@ -164,6 +167,8 @@ class SupervisedPolicy:
         self._asked: Knobs | None = None  # what was proposed for this one
         self._path: Knobs | None = None  # where the curve would be in this one
         self._path_before: Knobs | None = None
+        self._held = math.nan  # measured at the end of the interval before, bytes
+        self._filled = (math.inf, math.inf)  # what our cache and the curve's could hold by then, bytes
 
     def decide(self, observation: Observation) -> Proposal:
         """Return the policy's proposal, or the fallback's while it is benched; the reason and the details say which and why."""
@@ -190,34 +195,51 @@ class SupervisedPolicy:
 
     def _judge(self, observation: Observation) -> None:
         """Take in what the interval that has ended says."""
-        self._meter.update(observation.signals, observation.knobs)
+        signals, space = observation.signals, observation.space
         self._reference = None
         in_charge = self._count_down()
         path, before, applied, asked = self._path, self._path_before, self._applied, self._asked
+        foreign = False
         if path is None or before is None or applied is None or asked is None:
+            path = before = observation.knobs
+        elif _apart(observation.knobs, asked, space):
+            foreign = observation.knobs != applied
+            # Somebody else's knobs are nobody's merit or fault, and the curve would start from them, too; where the guard held
+            # us, it would have held the curve.
+            path = before = observation.knobs if foreign else before
+        ours, theirs = self._fill(observation, path)
+        self._meter.update(signals, observation.knobs, ours)
+        if self._path is None or foreign:
+            self._path, self._filled = observation.knobs, (self._filled[0], self._filled[0])
             return
-        space = observation.space
-        if _apart(observation.knobs, asked, space):
-            if observation.knobs != applied:
-                # Somebody else's knobs are nobody's merit or fault; the curve would start from them, too.
-                self._path = observation.knobs
-                return
-            path = self._path = before  # the guard held, and would have held the curve
-        move = space.to_steps(path) - space.to_steps(before)
+        self._path = path
         self._reference = counterfactual(
-            observation.signals,
+            signals,
             observation.knobs,
             path,
             self._meter.service,
             observation.prices,
-            change_steps=float(np.sqrt(np.sum(move**2))),
+            change_steps=float(np.sqrt(np.sum((space.to_steps(path) - space.to_steps(before)) ** 2))),
+            filled=(ours, theirs),
         )
-        ours, requests = observation.cost.total, observation.signals.requests
-        if self._reference is None or not in_charge or not math.isfinite(ours - self._reference.total):
+        cost, requests = observation.cost.total, signals.requests
+        if self._reference is None or not in_charge or not abs(cost - self._reference.total) < _ABSURD:
             return
-        theirs = self._reference.total * requests / 1000.0
-        self._evidence.append((ours * requests / 1000.0 - theirs, theirs))
+        dollars = self._reference.total * requests / 1000.0
+        self._evidence.append((cost * requests / 1000.0 - dollars, dollars))
         self._found = weigh(list(self._evidence), self.supervision.margin)
+
+    def _fill(self, observation: Observation, path: Knobs) -> tuple[float, float]:
+        """Return what our cache and the curve's could hold in the interval that has ended, bytes."""
+        signals, service = observation.signals, self._meter.service
+        held, before = signals.resident_bytes, self._held
+        if not math.isfinite(before) or held < 0.5 * min(before, observation.knobs.cache_size):
+            # The first interval, or a flush, which empties both and the ghost's as well: its own refilling is in the curve.
+            self._filled = (math.inf, math.inf)
+        ours, our_end = refilled(self._filled[0], observation.knobs.cache_size, signals, service)
+        theirs, their_end = refilled(self._filled[1], path.cache_size, signals, service)
+        self._held, self._filled = held, (our_end, their_end)
+        return ours, theirs
 
     def _count_down(self) -> bool:
         """Count the interval that has ended; return whether the policy was in charge of it."""
