@@ -43,20 +43,22 @@ _USUAL = 1
 _SPACING = 4
 """Every so many blocks of phases one is changed at the same time: in between the cache forgets the change before."""
 
-_BLOCKS = (6, 12, 24, 48, 96)
-"""Blocks of phases that are moved together, from coarse to fine."""
+_BLOCKS = (6, 12, 24)
+"""Blocks of phases that are moved together, from coarse to fine: finer ones would follow the luck of the realisations."""
 
-_COARSE_MOVES: Floats = np.array(
-    [(2, 0, 0), (-2, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)], float
-)
-_FINE_MOVES: Floats = np.array(
-    [(1, 0, 0), (-1, 0, 0), (0.5, 0, 0), (-0.5, 0, 0), (0, 0.5, 0), (0, -0.5, 0), (0, 0, 0.5), (0, 0, -0.5)], float
-)
+_COARSE_MOVES: Floats = np.array([(2, 0, 0), (-2, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0)], float)
+_FINE_MOVES: Floats = np.array([(1, 0, 0), (-1, 0, 0), (0.5, 0, 0), (-0.5, 0, 0), (0, 0.5, 0), (0, -0.5, 0)], float)
+_WARM_MOVES: Floats = np.array([(0, 0, 2), (0, 0, 1), (0, 0, -1)], float)
+"""Grid steps that are tried: size and TTL first, warm-up at the end."""
+
+_WARM_ROLLOUTS = 24
+"""Runs over each realisation to find the warm-up ratios."""
+
 _GAIN = 2e-5
 """Least gain, as a share of the cost, for which a change is kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What an oracle does: a schedule over P phases, corrected by what has been seen.
 
@@ -168,34 +170,39 @@ def build_oracle(
     draw: Draw,
     *,
     period: float | None,
-    seeds: Sequence[int] = (101, 102, 103),
-    rollouts: int = 320,
+    seeds: Sequence[int] = (101, 102, 103, 104),
+    rollouts: int = 160,
     max_steps: tuple[float, float, float] = MAX_STEPS,
 ) -> CausalOracle:
     """Build the oracle of a regime.
 
     Args:
-        draw: Returns another realisation of the regime process for each seed; all with one knob space.
+        draw: Returns another realisation of the regime process for each seed; all with grids of one shape. Their bounds may
+            differ: the plan is made in grid positions.
         period: Seconds of the workload's own time after which the regime recurs; None: it does not, then the oracle is a setting
             corrected by what has been seen.
-        seeds: Realisations to build it on, at least one; never the one that it is judged on.
-        rollouts: Runs over each realisation that policy improvement may take, beside those for the model.
+        seeds: Realisations to build it on, at least one; never the one that it is judged on. From three on, the last is kept to
+            choose which of the plans found on the way does best where it was not improved.
+        rollouts: Runs over each realisation that policy improvement of size and TTL may take, beside those for the model.
         max_steps: Most that each knob may move in one interval, grid steps.
 
     Raises:
-        ValueError: If there is no seed, knob spaces differ, or the period is not > 0.
+        ValueError: If there is no seed, grids or intervals differ, or the period is not > 0.
     """
     if not len(seeds):
         raise ValueError("oracle: seeds: expected at least one realisation to build it on, got none")
     scenarios = [draw(seed) for seed in seeds]
-    space = scenarios[0].config.space
-    for scenario in scenarios:
-        if scenario.config.space != space or scenario.interval != scenarios[0].interval:
-            raise ValueError("oracle: draw: expected one knob space and one interval in all realisations of a regime")
+    shapes = [_shape(scenario) for scenario in scenarios]
+    for seed, shape, scenario in zip(seeds, shapes, scenarios, strict=True):
+        if shape != shapes[0] or scenario.interval != scenarios[0].interval:
+            raise ValueError(
+                f"oracle: draw: seed {seed}: expected a grid of {shapes[0]} steps and an interval of {scenarios[0].interval:g} s "
+                f"as in the first realisation, got {shape} and {scenario.interval:g} s"
+            )
     model, units = estimate(scenarios, period)
     phases = phase_count(scenarios[0], period)
     seen = _look(scenarios, period, units)
-    top = np.array([space.size_steps, space.ttl_steps, space.warmup_steps], np.float64) - 1.0
+    top = np.array(shapes[0], np.float64) - 1.0
     centre = _phase_means([(each.phase, each.anchors) for each in seen], phases)
     # What was in the window before belongs to the phase before.
     expected = np.roll(_phase_means([(each.phase, each.before[:, None]) for each in seen], phases)[:, 0], -1)
@@ -210,7 +217,17 @@ def build_oracle(
         loaded=np.zeros((len(LOADS) + 1, 3)),
         top=top,
     )
-    return CausalOracle(_Improvement(seen, max_steps, rollouts).improve(plan, plan_schedule(model, max_steps)))
+    kept = 1 if len(seen) > 2 else 0
+    improvement = _Improvement(seen[: len(seen) - kept], max_steps, rollouts)
+    found = improvement.improve(plan, plan_schedule(model, max_steps))
+    if kept:
+        found = [_Improvement(seen[-kept:], max_steps, len(found)).best(found)]
+    return CausalOracle(found[-1])
+
+
+def _shape(scenario: Scenario) -> tuple[int, int, int]:
+    space = scenario.config.space
+    return space.size_steps, space.ttl_steps, space.warmup_steps
 
 
 class _Improvement:
@@ -221,59 +238,77 @@ class _Improvement:
         self._max_steps = max_steps
         self._left = rollouts
 
-    def improve(self, plan: Plan, planned: Floats) -> Plan:
-        """Return the best plan that is found from a static one, and the schedule that the model planned."""
+    def improve(self, plan: Plan, planned: Floats) -> list[Plan]:
+        """Return ever better plans, from a static one, and the schedule that the model planned."""
         curve = np.concatenate([plan.centre, np.zeros((len(plan.centre), 1))], axis=1)
+        warm, planned = planned[:, 2], planned * [1.0, 1.0, 0.0]
+        found = [plan]
         starts = [
-            replace(plan, schedule=schedule, follow=np.full(2, follow))
+            replace(plan, schedule=np.clip(schedule, 0.0, plan.top), follow=np.full(2, follow))
             for schedule, follow in (
                 (plan.schedule, 0.0),
                 (planned, 0.0),
                 (planned, 0.5),
                 (0.5 * (plan.schedule + planned), 0.0),
-                (curve, 1.0),
-                (0.5 * (curve + planned), 0.5),
+                *((curve + np.array([size, ttl, 0.0]), 1.0) for size in (0, 1, 2) for ttl in (0, 1)),
             )
         ]
         plan, least = self._best(starts, None, math.inf)
+        found.append(plan)
         for _ in range(3):
-            plan, least, found = self._sweep(plan, least, 1, _COARSE_MOVES)
-            if not found:
+            plan, least, better = self._sweep(plan, least, 1, _COARSE_MOVES)
+            if not better:
                 break
-        plan, least = self._react(plan, least)
+        found.append(plan)
+        plan, least = self._react(plan, least, _COARSE_MOVES)
+        found.append(plan)
         phases = len(plan.schedule)
-        stages = [blocks for blocks in _BLOCKS if blocks < phases] + [phases]
-        fine = False
-        while self._left > 0:
-            any_found = False
+        stages = [1] if phases == 1 else [blocks for blocks in _BLOCKS if blocks < phases] + [phases] * (phases <= _BLOCKS[-1])
+        for moves in (_COARSE_MOVES, _FINE_MOVES, _FINE_MOVES):
+            before = least
             for blocks in stages:
-                found = phases > 1 or fine
-                if phases > 1 or fine:
-                    plan, least, found = self._sweep(plan, least, blocks, _FINE_MOVES if fine else _COARSE_MOVES)
-                any_found |= found
-            plan, before = self._react(plan, least)
-            any_found |= before < least
-            least = before
-            if fine and not any_found:
+                plan, least, _ = self._sweep(plan, least, blocks, moves)
+                found.append(plan)
+            plan, least = self._react(plan, least, moves)
+            found.append(plan)
+            if least >= before or self._left <= 0:
                 break
-            fine = True
-        return plan
+        self._left = max(self._left, 0) + _WARM_ROLLOUTS
+        warmed = [replace(plan, schedule=plan.schedule + np.array([0.0, 0.0, 1.0]) * level) for level in (1.0, 3.0, plan.top[2])]
+        warmed.append(replace(plan, schedule=plan.schedule + np.array([0.0, 0.0, 1.0]) * warm[:, None]))
+        other, cost = self._best(warmed, plan, least)
+        if other is not plan:
+            plan, least = other, cost
+            found.append(plan)
+            if phases > 1:
+                plan, least, _ = self._sweep(plan, least, min(_BLOCKS[0], phases), _WARM_MOVES)
+        plan, least = self._correct(plan, least, "flushed", self._flush_classes()[:2], _WARM_MOVES[:1])
+        found.append(plan)
+        return [one for place, one in enumerate(found) if one not in found[:place]]
 
-    def _react(self, plan: Plan, least: float) -> tuple[Plan, float]:
+    def best(self, plans: Sequence[Plan]) -> Plan:
+        """Return the cheapest of some plans."""
+        return self._best(plans, None, math.inf)[0]
+
+    def _react(self, plan: Plan, least: float, moves: Floats) -> tuple[Plan, float]:
         """Try to follow the curve more or less, and other corrections after a flush and under load."""
         tried = [
             replace(plan, follow=np.clip(plan.follow + move, 0.0, 1.0))
             for move in ((0.25, 0.0), (-0.25, 0.0), (0.0, 0.25), (0.0, -0.25), (0.25, 0.25), (-0.25, -0.25))
         ]
         plan, least = self._best(tried, plan, least)
-        for name, classes in (("flushed", self._flush_classes()), ("loaded", self._load_classes(plan))):
-            for place in classes:
-                tried = []
-                for move in _COARSE_MOVES:
-                    table = getattr(plan, name).copy()
-                    table[place] += move
-                    tried.append(replace(plan, **{name: table}))
-                plan, least = self._best(tried, plan, least)
+        plan, least = self._correct(plan, least, "flushed", self._flush_classes(), moves)
+        return self._correct(plan, least, "loaded", self._load_classes(plan), moves)
+
+    def _correct(self, plan: Plan, least: float, name: str, classes: Sequence[int], moves: Floats) -> tuple[Plan, float]:
+        """Try moves in each class of a table of corrections."""
+        for place in classes:
+            tried = []
+            for move in moves:
+                table: Floats = getattr(plan, name).copy()
+                table[place] += move
+                tried.append(replace(plan, flushed=table) if name == "flushed" else replace(plan, loaded=table))
+            plan, least = self._best(tried, plan, least)
         return plan, least
 
     def _flush_classes(self) -> list[int]:
@@ -380,7 +415,6 @@ def _look(scenarios: Sequence[Scenario], period: float | None, units: Floats) ->
     rng = np.random.default_rng(0)
     episodes = [task.draw(rng) for _ in scenarios]
     lanes = Lanes(task, episodes)
-    space = scenarios[0].config.space
     anchors = np.full((len(scenarios), max(counts), 2), math.nan)
     requests = np.zeros((len(scenarios), max(counts)))
     for window in range(max(counts)):
@@ -389,7 +423,7 @@ def _look(scenarios: Sequence[Scenario], period: float | None, units: Floats) ->
                 seen = lanes.observation(lane)
                 requests[lane, window] = seen.signals.requests
                 if seen.anchor is not None:
-                    anchors[lane, window] = space.to_steps(seen.anchor)[:2]
+                    anchors[lane, window] = seen.space.to_steps(seen.anchor)[:2]
         lanes.act(np.zeros((len(scenarios), 3)))
     found = []
     for lane, (scenario, count) in enumerate(zip(scenarios, counts, strict=True)):
@@ -397,7 +431,7 @@ def _look(scenarios: Sequence[Scenario], period: float | None, units: Floats) ->
         found.append(
             _Realisation(
                 scenario=scenario,
-                start=space.to_steps(episodes[lane].initial),
+                start=scenario.config.space.to_steps(episodes[lane].initial),
                 phase=phase,
                 anchors=anchors[lane, :count],
                 since_flush=_since_flush(scenario),
@@ -483,7 +517,7 @@ def action_of(knobs: Knobs, anchor: Knobs | None, scenario: Scenario, actions: A
         return np.zeros(3)
     wanted = space.to_steps(knobs)
     if actions.kind == "absolute":
-        top = np.array([space.size_steps, space.ttl_steps, space.warmup_steps], np.float64) - 1.0
+        top = np.array(_shape(scenario), np.float64) - 1.0
         action = 2.0 * wanted / top - 1.0
     else:
         moved = wanted - space.to_steps(anchor)

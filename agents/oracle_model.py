@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agents.schedules import grid_positions, interval_count, replay_settings
+from agents.schedules import Replays, grid_positions, interval_count, replay_settings
 from envs.action import MAX_STEPS
 from envs.knob_batch import Floats, SpaceBatch
-from envs.objective import GIB
 from envs.task import Scenario
 from serving.compiled import compiled
 
@@ -30,8 +29,12 @@ _FINE = 4
 _CYCLES = 4
 """Periods over which values are iterated backwards: what is left of the end after so many does not change the schedule."""
 
-_COARSE = (8, 4, 2)
-"""Sizes, TTLs and warm-up ratios of the grid that are run for the estimate; what lies between is interpolated."""
+_COARSE = (6, 4)
+"""Sizes and TTLs of the grid that are run for the estimate; what lies between is interpolated."""
+
+_WARMUPS = 3
+"""Warm-up ratios that are run, from none to the greatest. Rounds of warm-up take the simulator longer than all requests, so they
+are run at the best size and TTL alone, and what they save or cost there is added everywhere."""
 
 _FEW = 4
 """With fewer intervals of each phase than this, costs are averaged over neighbouring phases too."""
@@ -76,10 +79,10 @@ class PhaseModel:
     Attributes:
         cost: By phase, size, TTL and warm-up ratio of the whole grid, with memory, without changes, shape (P, S, T, U).
         memory: What holding each size costs, shape (P, S).
-        filled: Bytes of the answers that are made in an interval, by phase and size, shape (P, S).
+        filled: Bytes of the answers that are made in an interval over the largest size, by phase and size, shape (P, S).
         flushed: How often a flush falls into each phase, 0..1, shape (P,).
         change: What one grid step of change costs, shape (P,).
-        sizes: The sizes, bytes, shape (S,).
+        sizes: The sizes over the largest, shape (S,).
         best: Grid position of the best static setting, shape (3,).
     """
 
@@ -96,55 +99,77 @@ def estimate(scenarios: Sequence[Scenario], period: float | None) -> tuple[Phase
     """Estimate the model by running static settings on realisations of the regime.
 
     Args:
-        scenarios: The realisations, at least one, with one knob space and one interval.
+        scenarios: The realisations, at least one, with grids of one shape and one interval; bounds may differ, since everything
+            is counted in grid positions, and bytes in shares of the largest size.
         period: Seconds of the workload's own time after which the regime recurs, or None.
 
     Returns:
         The model, and the dollars of the best static setting on each realisation by itself, shape (realisations,).
     """
     space = scenarios[0].config.space
-    shape = (space.size_steps, space.ttl_steps, space.warmup_steps)
+    shape = (space.size_steps, space.ttl_steps)
     axes = [np.linspace(0.0, steps - 1.0, min(few, steps)) for steps, few in zip(shape, _COARSE, strict=True)]
-    positions = grid_positions(*axes)
-    settings = SpaceBatch.of([space]).from_steps(positions)
+    warmups = np.linspace(0.0, space.warmup_steps - 1.0, min(_WARMUPS, space.warmup_steps))
+    positions = grid_positions(axes[0], axes[1], [0.0])
     phases = phase_count(scenarios[0], period)
-    sums = {name: np.zeros((phases, len(settings))) for name in ("cost", "memory", "missed")}
-    once = {name: np.zeros(phases) for name in ("intervals", "flushed", "change")}
-    units = []
-    for scenario in scenarios:
-        runs = replay_settings(scenario, settings)
-        unit = max(float(runs.dollars.sum(axis=1).min()), 1e-300)
-        scale = runs.dollars.shape[1] / unit
-        phase = decision_phases(scenario, period)
-        for name, values in (("cost", runs.dollars * scale), ("memory", runs.terms["memory"] * scale), ("missed", runs.missed)):
-            np.add.at(sums[name], phase, values.T)
-        np.add.at(once["intervals"], phase, 1.0)
-        np.add.at(once["flushed"], phase, flushes(scenario) > 0)
-        np.add.at(once["change"], phase, scenario.config.prices.change_step * runs.requests / 1000.0 * scale)
-        units.append(unit)
-    counts = once["intervals"]
-    if phases > 3 and counts.min() < _FEW:
-        sums, once = ({name: _spread(values) for name, values in each.items()} for each in (sums, once))
-    seen = once["intervals"] > 0
-
-    def mean(values: Floats) -> Floats:
-        weights = once["intervals"].reshape(-1, *([1] * (values.ndim - 1)))
-        overall = values.sum(axis=0) / weights.sum(axis=0)
-        return np.where(seen.reshape(weights.shape), values / np.maximum(weights, 1e-12), overall)
-
+    runs = [_runs(scenario, positions) for scenario in scenarios]
+    units = np.array([max(float(run.dollars.sum(axis=1).min()), 1e-300) for run in runs])
+    scales = [run.dollars.shape[1] / unit for run, unit in zip(runs, units, strict=True)]
+    # Each realisation weighs the same, however expensive it is.
+    best = positions[int(np.argmin(sum(run.dollars.sum(axis=1) / unit for run, unit in zip(runs, units, strict=True))))]
+    warm = np.repeat(best[None], len(warmups), axis=0)
+    warm[:, 2] = warmups
+    average = _Average([decision_phases(scenario, period) for scenario in scenarios], phases)
     coarse = tuple(len(axis) for axis in axes)
-    cost, missed = (_whole(mean(sums[name]).reshape(phases, *coarse), axes, shape) for name in ("cost", "missed"))
-    per_gib = mean(sums["memory"]).reshape(phases, *coarse)[:, -1, 0, 0] / (space.sizes[-1] / GIB)
+
+    def mean(values: Sequence[Floats]) -> Floats:
+        return average([each * scale for each, scale in zip(values, scales, strict=True)])
+
+    cost = _whole(mean([run.dollars for run in runs]).reshape(phases, *coarse), axes, shape)
+    warmed = mean([_runs(scenario, warm).dollars for scenario in scenarios])
+    saved = _whole(warmed - warmed[:, :1], [warmups], (space.warmup_steps,))
+    filled = [run.missed / scenario.config.space.max_size for run, scenario in zip(runs, scenarios, strict=True)]
+    largest = mean([run.terms["memory"][-1:] for run in runs])
+    sizes = np.mean([each.config.space.sizes / each.config.space.max_size for each in scenarios], axis=0)
+    changes = [
+        scenario.config.prices.change_step * run.requests[None] / 1000.0 for run, scenario in zip(runs, scenarios, strict=True)
+    ]
     model = PhaseModel(
-        cost=cost,
-        memory=per_gib[:, None] * (space.sizes / GIB),
-        filled=missed.mean(axis=(2, 3)),
-        flushed=np.minimum(mean(once["flushed"]), 1.0),
-        change=mean(once["change"]),
-        sizes=space.sizes.astype(np.float64),
-        best=positions[int(np.argmin(sums["cost"].sum(axis=0)))],
+        cost=cost[..., None] + saved[:, None, None, :],
+        memory=largest * sizes,
+        filled=_whole(average(filled).reshape(phases, *coarse), axes, shape).mean(axis=2),
+        flushed=np.minimum(average([flushes(scenario)[None] for scenario in scenarios])[:, 0], 1.0),
+        change=mean(changes)[:, 0],
+        sizes=sizes,
+        best=best,
     )
-    return model, np.array(units)
+    return model, units
+
+
+def _runs(scenario: Scenario, positions: Floats) -> Replays:
+    return replay_settings(scenario, SpaceBatch.of([scenario.config.space]).from_steps(positions))
+
+
+class _Average:
+    """Means by phase over realisations; over neighbouring phases too where there is little of each."""
+
+    def __init__(self, phase: Sequence[Indices], phases: int) -> None:
+        self._phase = phase
+        self._counts = np.zeros((phases, 1))
+        for each in phase:
+            np.add.at(self._counts, each, 1.0)
+        self._wide = phases > 3 and bool(self._counts.min() < _FEW)
+
+    def __call__(self, values: Sequence[Floats]) -> Floats:
+        """Return the means of values (N, W) of each realisation: shape (P, N); the overall mean where a phase was not seen."""
+        sums, counts = np.zeros((len(self._counts), len(values[0]))), self._counts
+        for phase, each in zip(self._phase, values, strict=True):
+            np.add.at(sums, phase, each.T)
+        overall = sums.sum(axis=0) / counts.sum()
+        if self._wide:
+            sums, counts = _spread(sums), _spread(counts)
+        means: Floats = np.where(counts > 0, sums / np.maximum(counts, 1.0), overall)
+        return means
 
 
 def flushes(scenario: Scenario) -> Floats:
@@ -244,7 +269,7 @@ def _along(values: Floats, positions: Floats) -> Floats:
     return between
 
 
-def _whole(values: Floats, axes: Sequence[Floats], shape: tuple[int, int, int]) -> Floats:
+def _whole(values: Floats, axes: Sequence[Floats], shape: tuple[int, ...]) -> Floats:
     """Return values of a coarse grid, (P, ...), at every point of the whole one, linearly interpolated."""
     for axis, (known, steps) in enumerate(zip(axes, shape, strict=True), start=1):
         position = np.interp(np.arange(steps, dtype=np.float64), known, np.arange(len(known), dtype=np.float64))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
 from numba.typed import List as TypedList
 
 from envs.action import MAX_STEPS
@@ -25,7 +24,7 @@ from envs.task import Scenario, check
 from serving.compiled import compiled
 
 _CHUNK = 16
-"""Caches that are held at the same time: enough for the machine's cores, and few enough for its memory."""
+"""Caches that are held at the same time: few enough for the machine's memory."""
 
 _BUDGET, _MEMORY_BUDGET, _TTL, _WARMUP = k.BUDGET, k.MEMORY_BUDGET, k.TTL, k.WARMUP
 _COLUMN = {name: index for index, name in enumerate(k.SIGNALS)}
@@ -191,10 +190,9 @@ def _limit(wanted: Floats, most: Floats, steps: Floats) -> None:
             steps[interval + 1, knob] = steps[interval, knob] + min(max(move, -most[knob]), most[knob])
 
 
-@compiled(parallel=True)
+@compiled()  # on one core: whoever has many cases to run has one for each core
 def _run(states, columns, edges: Floats, knobs: Floats, l1_share: float, measured: Floats) -> None:  # type: ignore[no-untyped-def]
-    for index in prange(len(knobs)):
-        lane = np.int64(index)  # lists want signed numbers
+    for lane in range(len(knobs)):
         state = states[lane]
         for interval in range(len(edges) - 1):
             size = knobs[lane, interval, 0]
