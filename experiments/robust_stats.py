@@ -242,8 +242,7 @@ def _table(scores: npt.ArrayLike) -> Floats:
 
 def _tells(table: Floats, scheme: Scheme) -> bool:
     """Whether scores tell of what is drawn anew: one seed says nothing of other seeds, one case nothing of other cases."""
-    seeds, cases = table.shape
-    return seeds > 1 if scheme == WITHIN else cases > 1
+    return len(table) > 1 if scheme == WITHIN else len(table[0]) > 1
 
 
 def _interval(value: float, draws: Floats, confidence: float) -> Interval:
