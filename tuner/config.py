@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agents.settings import AgentSettings
+from agents.supervised import Supervision
 from envs.objective import Prices
 from envs.settings import EnvsSettings
 from experiments.settings import ExperimentsSettings
@@ -62,11 +63,40 @@ class GuardSettings(_Section):
         return GuardLimits(**self.model_dump())
 
 
+_SUPERVISION = Supervision()
+
+
+class SupervisionSettings(_Section):
+    """When a policy is benched in favour of the curve and for how long; see :class:`agents.supervised.Supervision`."""
+
+    window: int = Field(_SUPERVISION.window, ge=3, le=10_000, description="most intervals that it is judged by")
+    least: int = Field(_SUPERVISION.least, ge=3, description="fewest intervals that it is judged by")
+    margin: float = Field(_SUPERVISION.margin, ge=0, allow_inf_nan=False, description="share of the curve's cost it may exceed")
+    certainty: float = Field(_SUPERVISION.certainty, ge=0, allow_inf_nan=False, description="t statistic at which it is benched")
+    rest: int = Field(_SUPERVISION.rest, ge=1, description="intervals benched the first time; doubled with each failed try")
+    longest_rest: int = Field(_SUPERVISION.longest_rest, ge=1, description="most intervals benched")
+    probation: int = Field(_SUPERVISION.probation, ge=1, description="intervals of good conduct after which rests begin anew")
+
+    def supervision(self) -> Supervision:
+        """Return the supervisor's own form."""
+        return Supervision(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SupervisionSettings:
+        self.supervision()
+        return self
+
+
 class TunerSettings(_Section):
     """The control loop."""
 
     arm: str = Field("treatment", description="the arm that is tuned; others are observed")
     policy: str = Field("ppo", description="ppo, curve, static:<size>,<ttl>,<warmup>, or the directory of an artifact")
+    supervise: bool = Field(True, description="bench a policy that does worse than the curve would have")
+    supervision: SupervisionSettings = SupervisionSettings()
+    smoothing: float = Field(
+        0.3, gt=0, le=1, description="weight of the newest window in what a policy sees; policies are trained with the default"
+    )
     interval: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds between two decisions")
     window: float | None = Field(None, gt=0, description="seconds of signals per decision; default: the interval")
     confirm_timeout: float = Field(10.0, gt=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import time
@@ -42,9 +43,11 @@ from serving.settings import (
 from tuner.config import Settings
 from tuner.demo_plan import DemoPlan, plan
 from tuner.errors import CommandError
-from tuner.guard import GuardLimits
 from tuner.loop import Interval, LoopSettings, Tuner
-from tuner.tune_command import policy_named, set_within
+from tuner.policies import ruling_policy
+from tuner.stopping import set_within, signals_to
+
+_log = logging.getLogger(__name__)
 
 ARMS = ("control", "treatment")
 INTERVAL = 5.0
@@ -147,7 +150,10 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
     if options.minutes * 60.0 < START_UP + REPORT_TIME + SHORTEST:
         least = math.ceil((START_UP + REPORT_TIME + SHORTEST) / 6.0) / 10.0
         raise DemoError(f"demo: --minutes {options.minutes:g}: starting and reporting take time; expected at least {least:.1f}")
-    policy = policy_named(options.policy)
+    warnings: list[str] = []
+    policy = ruling_policy(options.policy, settings.tuner, warnings.append)
+    for warning in warnings:
+        _log.warning(warning)
     traffic_estimate = ends - began - START_UP - REPORT_TIME
     view.stage("reading the workload")
     trace = load(options.trace) if options.trace is not None else generated(options.seed, traffic_estimate)
@@ -197,7 +203,8 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
                 confirm_timeout=INTERVAL / 2,
                 space=planned.space,
                 prices=prices,
-                limits=GuardLimits(max_age=4 * INTERVAL),
+                limits=replace(settings.tuner.guard.limits(), max_age=4 * INTERVAL),
+                smoothing=settings.tuner.smoothing,
             ),
             view=view,
         )
@@ -216,7 +223,7 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
             read_access_log(options.directory / "access"),
             title=f"cachepilot demo: static LRU against {policy.name} on {trace.name}",
             command=options.command,
-            caveats=run.caveats,
+            caveats=[*warnings, *run.caveats],
         )
         path = options.directory / "report.html"
         path.write_text(report.html, encoding="utf-8")
@@ -308,21 +315,6 @@ class _Run:
             signals.close()
             await store.close()
         return not interrupted.is_set()
-
-
-@contextlib.contextmanager
-def signals_to(callback: Callable[[], None]) -> Iterator[None]:
-    """Call ``callback`` on the running event loop at SIGINT and SIGTERM; afterwards both do what they did before."""
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        loop.add_signal_handler(number, callback)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)  # asyncio leaves the system's: SIGTERM would end us with everything still running
 
 
 @contextlib.contextmanager

@@ -62,6 +62,8 @@ class LoopSettings:
         space: The knob space.
         prices: What things cost.
         limits: The guard's limits.
+        smoothing: Weight of the newest window in the moving averages that a policy sees, (0, 1]; the environment's, since
+            policies are trained there.
     """
 
     namespace: str
@@ -71,6 +73,7 @@ class LoopSettings:
     space: KnobSpace
     prices: Prices
     limits: GuardLimits = field(default_factory=GuardLimits)
+    smoothing: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Tuner:
         self._settings = settings
         self._clock = clock
         self._wait = wait
-        self._builders = {arm: ObservationBuilder(settings.space, settings.prices) for arm in policies}
+        self._builders = {arm: ObservationBuilder(settings.space, settings.prices, settings.smoothing) for arm in policies}
         self._change_steps = dict.fromkeys(policies, 0.0)
         self._state: DesiredState | None = None
         self._index = 0
@@ -261,7 +264,12 @@ class Tuner:
         if policy is None:
             return ArmStep(arm, knobs, signals, cost)
         observation = self._builders[arm].build(signals, knobs)
-        proposal = policy.decide(observation)
+        try:
+            proposal = policy.decide(observation)
+        except Exception as error:  # noqa: BLE001 - a policy that fails must not end the loop; the ledger has it
+            _log.exception("policy %s failed", policy.name)
+            why = f"policy failed: {type(error).__name__}: {error}"
+            return ArmStep(arm, knobs, signals, cost, Proposal(knobs, why), Verdict(knobs, "hold", "held"))
         verdict = judge(proposal, knobs, signals, self._settings.space, self._settings.limits)
         return ArmStep(arm, knobs, signals, cost, proposal, verdict)
 

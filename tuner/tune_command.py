@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-from agents.policy import Policy
-from agents.registry import load_policy
 from envs.prometheus_source import PrometheusSource
 from envs.scrape_source import ScrapeSource
 from envs.sources import SignalSource, window_for
@@ -20,8 +17,10 @@ from tuner.config import Settings
 from tuner.demo_view import knobs_text, shown
 from tuner.errors import CommandError
 from tuner.local import metrics_url, redis_url
-from tuner.loop import Interval, LoopSettings, Tuner
+from tuner.loop import ArmStep, Interval, LoopSettings, Tuner
+from tuner.policies import ruling_policy
 from tuner.serving_commands import check_redis
+from tuner.stopping import set_within, signals_to
 
 
 async def tune_gateway(settings: Settings, *, intervals: int | None, show: Callable[[dict[str, Any]], None]) -> None:
@@ -39,14 +38,12 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
     tuner, gateway = settings.tuner, settings.gateway
     if tuner.arm not in gateway.arms:
         raise CommandError(f"tune: tuner.arm = {tuner.arm!r}: expected one of the gateway's arms {sorted(gateway.arms)}")
-    policy = policy_named(tuner.policy)
+    policy = ruling_policy(tuner.policy, tuner, lambda text: show({"text": text, "warning": text}))
     url = redis_url(gateway)
     check_redis(url)
     over = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, over.set)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_to(over.set))
         source = signal_source(settings)
         stack.callback(source.close)
         ledger = stack.enter_context(Ledger(settings.experiments.ledger.url, timeout=settings.experiments.ledger.timeout))
@@ -64,6 +61,7 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
                 space=gateway.space.space(),
                 prices=settings.prices,
                 limits=tuner.guard.limits(),
+                smoothing=tuner.smoothing,
             ),
             clock=time.time,
             wait=lambda seconds: set_within(over, seconds),
@@ -75,18 +73,6 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
             await running.run(max_intervals=intervals, on_interval=lambda turn: show(line_of(turn)))
         finally:
             await store.close()
-
-
-def policy_named(name: str) -> Policy:
-    """Return a policy by the name that a command was given.
-
-    Raises:
-        CommandError: If the name means nothing or its policy cannot be used.
-    """
-    try:
-        return load_policy(name)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
 
 
 def signal_source(settings: Settings) -> SignalSource:
@@ -118,10 +104,12 @@ def line_of(turn: Interval) -> dict[str, Any]:
             "knobs": knobs.to_dict(),
             "verdict": step.verdict.action if step.verdict else "observe",
             "reason": step.verdict.reason if step.verdict else "observed only",
+            "proposal": step.proposal.reason if step.proposal else "",
+            "details": {name: _finite(value) for name, value in step.proposal.details.items()} if step.proposal else {},
         }
         hits, p99 = shown(step.signals.hit_ratio, "{:.1%}"), shown(step.signals.p99, "{:.2f} s")
         seen = f"hits {hits}, P99 {p99}, cost {shown(step.cost.total, '${:.4f}')}"
-        texts.append(f"{arm}: {seen}, {knobs_text(knobs)}" + (f", {step.verdict.reason}" if step.verdict else ""))
+        texts.append(f"{arm}: {seen}, {knobs_text(knobs)}" + (f", {_said(step)}" if step.verdict else ""))
     confirmed = f"{turn.confirmed}/{turn.expected} replicas on version {turn.state.version}"
     return {
         "text": f"{turn.index}: {'; '.join(texts)}; {confirmed}{'; ' + turn.fault if turn.fault else ''}",
@@ -135,11 +123,11 @@ def line_of(turn: Interval) -> dict[str, Any]:
     }
 
 
-async def set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until the event or for so many seconds; whether the event came."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()
+def _said(step: ArmStep) -> str:
+    """What a person should read of a decision: the guard's reason, and who decided if that was not the policy."""
+    reason = step.verdict.reason if step.verdict else ""
+    benched = step.proposal is not None and step.proposal.details.get("benched")
+    return f"{reason} ({step.proposal.reason})" if benched and step.proposal else reason
 
 
 def _finite(value: float) -> float | None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 
-from tuner.demo import signals_to
+from tuner.stopping import signals_to
 
 
 async def test_a_signal_is_taken_while_asked_for_and_does_what_it_did_before_afterwards() -> None:
