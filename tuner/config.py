@@ -20,6 +20,7 @@ from agents.settings import AgentSettings
 from agents.supervised import Supervision
 from envs.objective import Prices
 from envs.settings import EnvsSettings
+from envs.smoothing import SMOOTHING
 from experiments.settings import ExperimentsSettings
 from serving.settings import GatewaySettings, LlmSimSettings
 from tuner.guard import GuardLimits
@@ -95,7 +96,7 @@ class TunerSettings(_Section):
     supervise: bool = Field(True, description="bench a policy that does worse than the curve would have")
     supervision: SupervisionSettings = SupervisionSettings()
     smoothing: float = Field(
-        0.3, gt=0, le=1, description="weight of the newest window in what a policy sees; policies are trained with the default"
+        SMOOTHING, gt=0, le=1, description="weight of the newest window in what a policy sees; policies are trained with the default"
     )
     interval: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds between two decisions")
     window: float | None = Field(None, gt=0, description="seconds of signals per decision; default: the interval")

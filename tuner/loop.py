@@ -20,6 +20,7 @@ from envs.live_signals import read_signals
 from envs.objective import Cost, Prices, price
 from envs.observation import ObservationBuilder
 from envs.signals import ArmSignals
+from envs.smoothing import SMOOTHING
 from envs.sources import SignalSource, SourceUnavailable
 from experiments.ledger import LedgerError
 from experiments.records import DecisionRecord, signals_to_dict
@@ -73,7 +74,7 @@ class LoopSettings:
     space: KnobSpace
     prices: Prices
     limits: GuardLimits = field(default_factory=GuardLimits)
-    smoothing: float = 0.3
+    smoothing: float = SMOOTHING
 
 
 @dataclass(frozen=True)
