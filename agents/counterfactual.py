@@ -149,7 +149,7 @@ class ServiceMeter:
         if _sane(signals.hit_latency):
             service = replace(service, hit_latency=self._mean(service.hit_latency, signals.hit_latency))
         ghost = signals.ghost
-        if ghost is not None and usable(ghost) and _sane(signals.hit_ratio, signals.stale_hits) and signals.requests > 0:
+        if ghost is not None and usable(ghost) and _shares(signals):
             self._surplus[int(knobs.warmup_ratio > 0)].add(_surplus(signals, ghost, _read_at(knobs, filled)), self._memory)
             cold, warm = self._surplus
             hits, stale = (warm.mean - cold.mean) * cold.trust * warm.trust
@@ -208,7 +208,7 @@ def counterfactual(
         signals.requests, signals.hit_ratio, signals.latency_sum, signals.input_tokens, signals.output_tokens, signals.stale_hits,
         signals.refresh_input_tokens, signals.refresh_output_tokens, signals.window,
     )  # fmt: skip
-    if not _sane(*needed) or not signals.requests > 0 or not signals.window > 0:
+    if not _sane(*needed) or not _shares(signals) or not signals.window > 0:
         return None
     # What warm-up did in our window and would have done in the other: in proportion to the ratios.
     kept = min(1.0, other.warmup_ratio / applied.warmup_ratio) if applied.warmup_ratio > 0 else 1.0
@@ -308,6 +308,14 @@ def _ascending(points: npt.NDArray[np.float64]) -> bool:
 
 def _sane(*values: float) -> bool:
     return all(0.0 <= value < ABSURD for value in values)
+
+
+def _shares(signals: ArmSignals) -> bool:
+    """Whether hits and stale hits are shares of the requests; signals that contradict each other must not stay in an average."""
+    requests = signals.requests
+    return (
+        _sane(requests, signals.hit_ratio, signals.stale_hits) and signals.hit_ratio <= 1.0 and 0 < requests >= signals.stale_hits
+    )
 
 
 def _load(signals: ArmSignals) -> float:

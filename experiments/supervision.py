@@ -2,8 +2,8 @@
 
     python -m experiments.supervision --traces FOLDER
 
-Every policy plays the cases of :mod:`experiments.suites` beside the environment's reference, a real second cache on the very same
-requests that the curve tunes: what the supervisor estimates is compared with what that cache cost. The policy stays in charge
+Every policy plays the cases of :mod:`experiments.suites` beside a second simulated cache that the curve tunes on the very same
+requests: what the supervisor estimates is compared with what that cache cost. The policy stays in charge
 throughout; when it would have been benched follows from the evidence, since up to then both runs are the same.
 """
 
@@ -25,10 +25,10 @@ from agents.curve import CurvePolicy, OffsetPolicy
 from agents.policy import Policy, Proposal
 from agents.registry import load_policy
 from agents.supervised import SupervisedPolicy, Supervision, weigh
-from envs.cache_env import FIXED, CacheTuningEnv
 from envs.observation import Observation
 from envs.task import Scenario
 from envs.workloads.errors import TraceError
+from experiments.play import play_all
 from experiments.suites import held_out
 
 Floats = npt.NDArray[np.float64]
@@ -138,30 +138,48 @@ class Trial:
         return None
 
 
-def play(policy: Policy, case: str, scenario: Scenario, *, length: int, seed: int = 0) -> Trial:
-    """Let a policy play a case, supervised but never benched for what it costs.
+class Watched:
+    """A policy that is supervised but never benched for what it costs; remembers what the curve was estimated to cost.
 
     Args:
-        policy: The policy; it is reset first.
+        policy: The policy.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._supervised = SupervisedPolicy(policy, supervision=Supervision(certainty=1e300))
+        self.name = policy.name
+        self.estimates: list[float] = []
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._supervised.reset()
+        self.estimates = []
+
+    def decide(self, observation: Observation) -> Proposal:
+        """Return the policy's proposal, and note the estimate for the interval that has ended: dollars, NaN without."""
+        proposal = self._supervised.decide(observation)
+        cost = proposal.details.get("reference_cost", math.nan)
+        self.estimates.append(cost * observation.signals.requests / 1000.0)
+        return proposal
+
+
+def play(policies: Sequence[Policy], case: str, scenario: Scenario, *, length: int, seed: int = 0) -> list[Trial]:
+    """Let policies play a case side by side, and the curve in a cache of its own beside them.
+
+    Args:
+        policies: The policies; they are reset first.
         case: The case's name.
         scenario: Trace, cache and interval.
-        length: Most intervals.
+        length: Most intervals after the first.
         seed: Chooses the ghost's sample.
     """
-    env = CacheTuningEnv(scenarios=lambda rng: scenario, episode_length=length, reference="curve", randomise=FIXED)
-    watcher = SupervisedPolicy(policy, supervision=Supervision(certainty=1e300))
-    watcher.reset()
-    env.reset(seed=seed)
-    proposal = watcher.decide(env.observation)
-    rows: list[tuple[float, float, float]] = []
-    over = False
-    while not over:
-        *_, over, info = env.step_knobs(proposal.knobs)
-        proposal = watcher.decide(env.observation)
-        estimate = proposal.details.get("reference_cost", math.nan) * info["requests"] / 1000.0
-        rows.append((info["dollars"], info["reference_dollars"], estimate))
-    ours, truth, estimates = np.array(rows, np.float64).T
-    return Trial(policy.name, case, ours, truth, estimates)
+    watched = [Watched(policy) for policy in policies]
+    truth, *runs = play_all([CurvePolicy(), *watched], scenario, length=length, seed=seed)
+    # What was estimated of an interval is said at the decision after it; after the last one there is none.
+    return [
+        Trial(run.policy, case, run.dollars[:-1], truth.dollars[:-1], np.array(each.estimates[1:], np.float64))
+        for run, each in zip(runs, watched, strict=True)
+    ]
 
 
 def summary(good: Sequence[Trial], bad: Sequence[Trial], supervision: Supervision) -> dict[str, Any]:
@@ -261,8 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad: list[Trial] = []
     for number, case in enumerate(cases):
         usual = (*map(OffsetPolicy, OFFSETS), load_policy("last-curve"), *extra)
-        good += [play(policy, case.name, case.scenario, length=options.intervals, seed=number) for policy in usual]
-        bad += [play(each, case.name, case.scenario, length=BREAKS_AT + WATCHED, seed=number) for each in sabotages()]
+        good += play(usual, case.name, case.scenario, length=options.intervals, seed=number)
+        bad += play(sabotages(), case.name, case.scenario, length=BREAKS_AT + WATCHED, seed=number)
         sys.stderr.write(f"{case.name}: {number + 1} of {len(cases)} cases\n")
     found = summary(good, bad, Supervision())
     sys.stdout.write(text(found) + "\n")

@@ -96,7 +96,7 @@ class TunerSettings(_Section):
     supervise: bool = Field(True, description="bench a policy that does worse than the curve would have")
     supervision: SupervisionSettings = SupervisionSettings()
     smoothing: float = Field(
-        SMOOTHING, gt=0, le=1, description="weight of the newest window in what a policy sees; policies are trained with the default"
+        SMOOTHING, gt=0, le=1, description="weight of the newest window in what a policy sees; policies are trained so"
     )
     interval: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds between two decisions")
     window: float | None = Field(None, gt=0, description="seconds of signals per decision; default: the interval")
