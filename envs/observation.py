@@ -151,6 +151,9 @@ COMPONENTS: tuple[Component, ...] = (
     Component("size", "grid, 0..1", "centred", 1.0, "Applied cache_size as a position on the grid.", signal=False),
     Component("ttl", "grid, 0..1", "centred", 1.0, "Applied ttl as a position on the grid.", signal=False),
     Component("warmup", "grid, 0..1", "share", 1.0, "Applied warmup_ratio as a position on the grid.", signal=False),
+    Component(
+        "age", "windows", "count", 576.0, "Windows since the observations began: young curves know no long reuse.", signal=False
+    ),
     Component("since_change", "windows", "count", 32.0, "Windows since the knobs last changed.", signal=False),
 )
 """The components, in the order of the vector."""
@@ -369,6 +372,7 @@ class ObservationBatch:
         self._steps = np.full((len(spaces), 3), NAN)
         self._since_change = np.zeros(len(spaces))
         self._since_flush = np.zeros(len(spaces))
+        self._age = np.zeros(len(spaces))
         self._held = np.full(len(spaces), NAN)  # bytes, at the end of the window before
         self._season = SeasonalMemory(len(spaces), len(SEASONAL))
 
@@ -388,7 +392,7 @@ class ObservationBatch:
         self._curves.put(lanes, other._curves)
         self._averages[:, lanes] = other._averages
         self._season.put(lanes, other._season)
-        for name in ("_clock_origin", "_steps", "_since_change", "_since_flush", "_held"):
+        for name in ("_clock_origin", "_steps", "_since_change", "_since_flush", "_age", "_held"):
             getattr(self, name)[lanes] = getattr(other, name)
 
     def build(self, signals: SignalBatch, knobs: Floats, place: Place | None = None) -> Observations:
@@ -422,6 +426,8 @@ class ObservationBatch:
         raw[[_INDEX["size"], _INDEX["ttl"], _INDEX["warmup"]]] = (steps / self._spaces.scale).T
         raw[_INDEX["since_change"]] = self._since_change
         raw[_INDEX["since_flush"]] = self._since_flush
+        self._age = self._age + 1.0
+        raw[_INDEX["age"]] = self._age
         vectors, valid = _normalise(raw)
         return Observations(
             vectors=vectors,

@@ -282,7 +282,7 @@ def test_one_absurd_window_does_not_spoil_the_ones_after_it() -> None:
     changed = {
         c.name for c in COMPONENTS if after.vector[INDEX[c.name]] != pytest.approx(reference.vector[INDEX[c.name]], abs=1e-6)
     }
-    assert changed <= {"since_change", "since_flush"}
+    assert changed <= {"since_change", "since_flush", "age"}
 
 
 def test_the_schema_hash_changes_with_any_name_or_normalisation() -> None:
