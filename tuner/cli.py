@@ -20,6 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tuner.evaluate_command import evaluate
+from tuner.policy_commands import policy_app
+
 app = typer.Typer(
     name="cachepilot",
     help="Tunes the cache in front of a large language model, and proves that it helps.",
@@ -31,6 +34,8 @@ experiment_app = typer.Typer(help="A/B experiments: start, watch, end, report.",
 app.add_typer(experiment_app, name="experiment")
 trace_app = typer.Typer(help="Traces: what is in one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
+app.add_typer(policy_app, name="policy")
+app.command()(evaluate)
 
 out = Console()
 err = Console(stderr=True)
