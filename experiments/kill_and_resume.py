@@ -29,12 +29,13 @@ import psutil
 from rich.console import Console
 
 from agents.artifact import WEIGHTS
+from experiments.packaging import check
 from experiments.train import train
 from experiments.train_settings import Run, load_train_settings, runs
 
 CONFIG = Path(__file__).parent / "configs" / "tiny.yaml"
-DEADLINE = 300.0
-"""Seconds that each step may take."""
+DEADLINE = 600.0
+"""Seconds that each step may take; a job in a new package first compiles, which takes a processor most of a minute."""
 
 WIDTH = 200
 """Most characters of a line of the job's log that are passed on: Ray's own can be very long."""
@@ -82,6 +83,7 @@ def ray_head(cpus: int = 2) -> Iterator[Head]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else whatever else runs on the machine goes before
     }
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
@@ -163,7 +165,7 @@ def kill_and_resume(config: Path, folder: Path, *, working_dir: Path, say: Say) 
     Args:
         config: Settings of a training of some seconds with several segments.
         folder: Where the artifacts of both and the jobs' log go.
-        working_dir: What Ray packs and sends to the job.
+        working_dir: What Ray packs and sends to the job, as it is now: both submissions send the same.
         say: Prints a line about what goes on.
 
     Returns:
@@ -176,9 +178,10 @@ def kill_and_resume(config: Path, folder: Path, *, working_dir: Path, say: Say) 
     wanted = runs(settings.model_copy(update={"output": folder / "disturbed"}))
     log = folder / "job.log"
     folder.mkdir(parents=True, exist_ok=True)
+    sent = _copied(working_dir, folder / "sent")
     with ray_head() as head, _passed_on(log, say):
-        say(f"$ ray job submit --working-dir {working_dir.name or '.'} -- python -m experiments.train --config {config.name} ...")
-        job = Job(head, config, folder / "disturbed", working_dir, log)
+        say("$ ray job submit --working-dir . -- python -m experiments.train --config " + config.name)
+        job = Job(head, config, folder / "disturbed", sent, log)
         with contextlib.closing(job):
             first = wanted[0]
             _until_checkpoint(first, 1, job, log)
@@ -191,7 +194,7 @@ def kill_and_resume(config: Path, folder: Path, *, working_dir: Path, say: Say) 
                 raise RuntimeError(f"the job succeeded although its driver was killed: {_end(log)}")
         trained = [run.name for run in wanted if run.directory.exists()]
         say(f"the job has failed, {len(trained)} of {len(wanted)} artifacts are there; the same command again:")
-        again = Job(head, config, folder / "disturbed", working_dir, log)
+        again = Job(head, config, folder / "disturbed", sent, log)
         with contextlib.closing(again):
             if again.wait() != 0:
                 raise RuntimeError(f"the job failed: {_end(log)}")
@@ -202,6 +205,14 @@ def kill_and_resume(config: Path, folder: Path, *, working_dir: Path, say: Say) 
         run.name: (_sha256(run.directory / WEIGHTS), _sha256(other / WEIGHTS))
         for run, other in zip(wanted, undisturbed, strict=True)
     }
+
+
+def _copied(directory: Path, target: Path) -> Path:
+    """Copy what Ray would pack of a directory."""
+    for path in check(directory).files:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(directory / path, target / path)
+    return target
 
 
 def _until_checkpoint(run: Run, segments: int, job: Job, log: Path) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -189,6 +190,7 @@ def _compile(wanted: Sequence[Run]) -> None:
         environments = make_lanes(run.settings, 1)
         environments.seed(0)
         environments.reset()
+        environments.step(np.zeros((1, 3)))
         environments.close()
 
 
