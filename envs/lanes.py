@@ -114,6 +114,16 @@ class Lanes:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def anchors(self) -> Floats:
+        """Where our lanes' residuals start, shape (E, 3); means nothing without a curve."""
+        return self._anchors[: self._count]
+
+    @property
+    def anchors_known(self) -> npt.NDArray[np.bool_]:
+        """Whether each of our lanes has a trustworthy curve, shape (E,)."""
+        return self._has_anchor[: self._count]
+
     def act(self, actions: npt.ArrayLike) -> Windows:
         """Run one interval under the actions' knobs; without a curve to act around a lane's knobs are held.
 
