@@ -2,8 +2,8 @@
 
 Hindsight is free on training traces and cannot be had on any other. A network that is taught to say, from what it sees now, which
 setting will have been the best for this workload learns what the curve's optimum leaves out: what is still to be filled, long
-reuse that a young curve has not seen, the queue at the model, what stale answers really cost. The labels are residual actions; the
-states come from three walks over each scenario: towards the best setting, the same with wandering knobs, and along the curve.
+reuse that a young curve has not seen, the queue at the model, what stale answers really cost. The labels are residual actions;
+the states come from three walks over each scenario: towards the best setting, the same with wandering knobs, along the curve.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _walk(
     wanted = spaces.to_steps(targets)
     away = np.zeros_like(wanted)
     alive = np.ones(len(scenarios), bool)
-    vectors, labels = [], []
+    vectors: list[npt.NDArray[np.float32]] = []
+    labels: list[npt.NDArray[np.float32]] = []
     while True:
         alive &= ~lanes.windows.over
         if not alive.any():
