@@ -31,6 +31,7 @@ from envs.workloads.entry import entry_bytes
 from envs.workloads.errors import TraceError
 from envs.workloads.generators import DAY, answer_tokens, question_tokens, zipf_ranks
 from envs.workloads.patterns import add_documents, add_flash_crowd, add_releases, alternate, day_and_night
+from experiments.scenarios import scale_to, session_trace
 from serving.keys import mix64, mix64_array
 from serving.knobs import Knobs, KnobSpace
 from serving.latency import UpstreamModel
@@ -49,6 +50,9 @@ MEMORY_SHARE = (0.03, 0.5)
 FAMILIES = ("diurnal", "flash-crowd", "hot-set-swap", "model-release", "update-storm", "multi-tenant")
 RECURRING = ("diurnal", "hot-set-swap", "model-release", "update-storm")
 """Families whose regime comes back at the same time of day."""
+
+TRAINED = (*FAMILIES, "sessions")
+"""What training draws from: the families, and made sessions squeezed into minutes as a demo plays them."""
 
 SuiteName = Literal["steady", "non-stationary"]
 
@@ -132,7 +136,7 @@ def steady(traces: Path, *, days: int = 4) -> list[Case]:
     return found
 
 
-def training(traces: Path, *, pool: int = 96, days: tuple[int, int] = (2, 4), families: Sequence[str] = FAMILIES) -> Pool:
+def training(traces: Path, *, pool: int = 96, days: tuple[int, int] = (2, 4), families: Sequence[str] = TRAINED) -> Pool:
     """Return what training episodes are drawn from; scenarios are made when they are first drawn.
 
     Args:
@@ -161,12 +165,17 @@ class Pool:
     def __getitem__(self, number: int) -> Scenario:
         """Return one by its number; it is the same whenever it is asked for."""
         if number not in self._made:
-            rng = np.random.default_rng([1, number])
-            process = Process.draw(self._families[number % len(self._families)], rng)
-            days = int(rng.integers(self._days[0], self._days[1] + 1))
-            first = int(rng.integers(0, TRAINING_DAYS - days + 1))
-            self._made[number] = process.scenario(self._traces, first=first, days=days, seed=number)
+            self._made[number] = self._make(self._families[number % len(self._families)], number)
         return self._made[number]
+
+    def _make(self, family: str, number: int) -> Scenario:
+        rng = np.random.default_rng([1, number])
+        if family == "sessions":
+            return scale_to(session_trace(rng), rng, static_start=1.0)
+        process = Process.draw(family, rng)
+        days = int(rng.integers(self._days[0], self._days[1] + 1))
+        first = int(rng.integers(0, TRAINING_DAYS - days + 1))
+        return process.scenario(self._traces, first=first, days=days, seed=number)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from agents import artifact
 from agents.ppo import PPOPolicy
-from experiments.train_settings import Run, TrainSettings, load_train_settings, runs
+from experiments.train_settings import Run, TrainSettings, code_digest, load_train_settings, runs
 
 Trainer = Callable[..., list[Path]]
 
@@ -59,6 +60,7 @@ def train(
     command = command or "python -m experiments.train --config <the settings below as YAML>"
     with progress_bars(console) as bars:
         watch = Watch(bars, wanted)
+        wanted = [_imitating(run, bars, watch) for run in wanted]
         if _on_ray(ray):
             from experiments.training_job import train_on_ray
 
@@ -67,6 +69,30 @@ def train(
             found = [_here(run, command, watch) for run in wanted]
     _tell(found, console)
     return found
+
+
+def _imitating(run: Run, bars: Progress, watch: Watch) -> Run:
+    """Return the run with a file of what it imitates first, which is made if it is not there; trainings share it."""
+    from experiments import suites
+    from experiments.demonstrations import cached
+    from experiments.training_run import is_trained
+    from experiments.training_task import make_task
+
+    settings = run.settings
+    if not settings.imitate or is_trained(run):
+        return run
+    pool = suites.training(settings.traces_folder, pool=settings.pool)
+    bar = bars.add_task("hindsight", total=settings.pool, note="best static setting of each training scenario")
+    path = cached(
+        settings.output / ".training",
+        lambda: [pool[number] for number in range(settings.pool)],
+        make_task(settings),
+        {"code": code_digest(), "pool": settings.pool, "hidden": settings.hidden, "actions": settings.actions.to_dict()},
+        lambda done, total: bars.update(bar, completed=done, total=total),
+    )
+    bars.remove_task(bar)
+    watch.say(f"{run.name}: begins with imitation ({path.name})")
+    return replace(run, settings=settings.model_copy(update={"warm_start": path}))
 
 
 def _here(run: Run, command: str, watch: Watch) -> Path:

@@ -19,18 +19,29 @@ from envs.observation import mask_of
 from envs.task import Randomisation
 
 Workload = Literal["sessions", "traces", "suites"]
-Variant = Literal["default", "no-curve", "absolute", "no-randomisation", "no-warmup", "recurrent", "article"]
+Variant = Literal[
+    "default",
+    "no-curve",
+    "absolute",
+    "no-randomisation",
+    "no-warmup",
+    "recurrent",
+    "article",
+    "imitation",
+    "no-imitation",
+    "no-foresight",
+]
 Seed = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 RANDOMISATION: Mapping[Workload, Randomisation] = {
     "sessions": Randomisation(start=False, clock=True, absent=0.2),
     "traces": Randomisation(start=False, clock=True, absent=0.2),
-    "suites": Randomisation(start=True, absent=0.1),
+    "suites": Randomisation(start=False, knobs=False, prices=1.5, clock=True, absent=0.1),
 }
 """What differs between the episodes of a workload, where the settings do not say otherwise."""
 
-EPISODE = 144
-"""Steps of an episode of ``workload: suites``: one day."""
+EPISODE = 600
+"""Most steps of an episode of ``workload: suites``: its traces are shorter, so an episode is a whole trace."""
 
 TRACES = Path("../shared/traces")
 """Where the real traces are looked for, from the working directory, if neither settings nor environment say."""
@@ -78,6 +89,10 @@ class TrainSettings(BaseModel):
     absolute: bool = Field(
         default=False, description="actions are positions on the grid instead of steps from the curve's optimum"
     )
+    pool: int = Field(default=140, ge=1, le=10_000, description="different training scenarios of suites")
+    imitate: bool = Field(
+        default=False, description="begin with imitation of what was best in hindsight on each scenario (of suites)"
+    )
     warm_start: Path | None = Field(default=None, description="demonstrations to imitate first (agents.imitation)")
     held_out: int = Field(default=32, ge=1, le=10_000, description="scenarios to evaluate on (not of suites)")
     held_out_seed: int = Field(default=0, ge=0, description="draws them; a set that choices were made by is no longer held out")
@@ -115,6 +130,8 @@ class TrainSettings(BaseModel):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise ValueError(f"{name}: expected each once, got {list(getattr(self, name))}")
         mask_of(self.hidden)
+        if self.imitate and (self.workload != "suites" or self.warm_start is not None):
+            raise ValueError("imitate: expected workload: suites, and no warm_start of its own")
         if not any(self.actions.radius):
             raise ValueError("radius: expected at least one knob that may be moved")
         return self
@@ -222,7 +239,13 @@ def _varied(settings: TrainSettings, variant: Variant) -> TrainSettings:
     elif variant == "no-warmup":
         update = {"radius": (*settings.radius[:2], 0.0)}
     elif variant == "recurrent":
-        update = {"ppo": ppo.model_copy(update={"recurrent": True}), "warm_start": None}
+        update = {"ppo": ppo.model_copy(update={"recurrent": True}), "warm_start": None, "imitate": False}
+    elif variant == "imitation":
+        update = {"ppo": ppo.model_copy(update={"total_steps": 1, "learning_rate": 1e-12})}
+    elif variant == "no-imitation":
+        update = {"imitate": False, "ppo": ppo.model_copy(update={"log_std_init": -1.5, "learning_rate": 1e-3})}
+    elif variant == "no-foresight":
+        update = {"hidden": tuple(dict.fromkeys([*settings.hidden, "foresight"]))}
     elif variant == "article":
         update = {"ppo": ppo.with_profile("article")}
     return settings.model_copy(update=update)
@@ -260,7 +283,7 @@ def _sources(root: Path) -> Iterator[Path]:
     for package in ("serving", "envs"):
         yield from (root / package).rglob("*.py")
     yield from (root / "agents" / name for name in ("training.py", "imitation.py"))
-    yield from (root / "experiments" / name for name in ("scenarios.py", "suites.py", "training_task.py"))
+    yield from (root / "experiments" / name for name in ("scenarios.py", "suites.py", "training_task.py", "demonstrations.py"))
 
 
 def _sizes(settings: TrainSettings) -> dict[str, int]:

@@ -38,7 +38,7 @@ def make_task(settings: TrainSettings) -> Task:
     """
     scenarios: Callable[[np.random.Generator], Scenario]
     if settings.workload == "suites":
-        scenarios, length = suites.training(settings.traces_folder), settings.episode
+        scenarios, length = suites.training(settings.traces_folder, pool=settings.pool), settings.episode
     else:
         maker, _ = _makers(settings)
         scale, length = Scale(interval=settings.interval, intervals=settings.intervals), settings.intervals[1]
@@ -50,6 +50,7 @@ def make_task(settings: TrainSettings) -> Task:
         actions=settings.actions,
         hidden=settings.hidden,
         reward="relative",
+        taped=settings.workload == "suites",
     )
 
 
