@@ -100,12 +100,15 @@ def best_of(scenario: Scenario, settings: Floats, dollars: Floats, *, refine: bo
 
 
 def window_minimum(dollars: Floats) -> Floats:
-    """Return what the cheapest static setting of each interval by itself cost: a bound that no causal policy can be held to.
+    """Return what the cheapest static setting of each interval by itself cost: a yardstick that looks ahead and moves for nothing.
 
-    It looks ahead, changes at no cost, and finds the cache as full as if the interval's setting had been in force from the start.
-    So it is nearly a lower bound, but not strictly one: a policy that moves may hold what no static setting holds at that moment
-    (entries it kept from a time of greater size, or a longer TTL, when the small budget is cheaper now), and settings between the
-    points of the grid are left out. Both are worth little beside what foresight and free moves are worth.
+    It changes at no cost, and finds the cache as full as if the interval's setting had been in force from the start. Where the
+    size is what matters it is nearly a lower bound, since no cache of that size is much warmer than one that always had it.
+
+    It is not a strict one. Each interval's state comes from one static run, and a policy that moves can hold what no static
+    setting holds: a TTL that is short for an interval after documents changed renews what is stale, and a long one afterwards
+    keeps what was renewed, where a static TTL has either the misses or the stale answers throughout. On such workloads a causal
+    policy has been below it in most intervals. Settings between the points of the grid are left out, too.
 
     Args:
         dollars: What each static setting cost in each interval, shape (N, W).

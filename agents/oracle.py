@@ -171,7 +171,7 @@ def build_oracle(
     *,
     period: float | None,
     seeds: Sequence[int] = (101, 102, 103, 104),
-    rollouts: int = 160,
+    rollouts: int = 320,
     max_steps: tuple[float, float, float] = MAX_STEPS,
 ) -> CausalOracle:
     """Build the oracle of a regime.
