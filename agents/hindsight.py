@@ -100,7 +100,7 @@ def best_of(scenario: Scenario, settings: Floats, dollars: Floats, *, refine: bo
 
 
 def window_minimum(dollars: Floats) -> Floats:
-    """Return what the cheapest static setting of each interval by itself cost: a yardstick that looks ahead and moves for nothing.
+    """Return what the cheapest static setting of each interval by itself cost: a yardstick that looks ahead and moves free.
 
     It changes at no cost, and finds the cache as full as if the interval's setting had been in force from the start. Where the
     size is what matters it is nearly a lower bound, since no cache of that size is much warmer than one that always had it.
