@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from agents import artifact
 from agents.ppo import PPOPolicy
-from experiments.train_settings import Run, TrainSettings, code_digest, load_train_settings, runs
+from experiments.train_settings import Run, TrainSettings, changed, code_digest, load_train_settings, runs
 
 Trainer = Callable[..., list[Path]]
 
@@ -189,6 +189,8 @@ def main(arguments: Sequence[str] | None = None, *, run: Trainer = train) -> int
     parser = argparse.ArgumentParser(prog="python -m experiments.train", description="Train policies on simulated scenarios.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of training settings")
     parser.add_argument("--output", type=Path, help="folder that the artifacts' folders are made in")
+    parser.add_argument("--seed", type=int, action="append", help="instead of the settings' seeds; repeatable")
+    parser.add_argument("--variant", action="append", help="instead of the settings' variants; repeatable")
     parser.add_argument("--fresh", action="store_true", help="begin anew instead of going on from checkpoints")
     parser.add_argument(
         "--ray", action=argparse.BooleanOptionalAction, help="train on a Ray cluster; default: where this is a Ray job"
@@ -200,13 +202,15 @@ def main(arguments: Sequence[str] | None = None, *, run: Trainer = train) -> int
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
     try:
-        settings = load_train_settings(options.config)
-        if options.output is not None:
-            settings = settings.model_copy(update={"output": options.output})
+        settings = changed(
+            load_train_settings(options.config), output=options.output, seeds=options.seed, variants=options.variant
+        )
         if options.evaluate is not None:
             evaluate_again(options.evaluate, settings, note=options.note, console=console)
             return 0
         command = f"python -m experiments.train --config {_told(options.config)}"
+        command += "".join(f" --seed {seed}" for seed in options.seed or [])
+        command += "".join(f" --variant {variant}" for variant in options.variant or [])
         found = run(settings, console=console, command=command, fresh=options.fresh, ray=options.ray)
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)

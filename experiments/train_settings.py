@@ -270,6 +270,24 @@ def load_train_settings(path: Path) -> TrainSettings:
         raise ValueError(f"training settings {path}: " + "; ".join(lines)) from error
 
 
+def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
+    """Return settings with what a command line says in place of what the file says.
+
+    Args:
+        settings: The file's.
+        values: By name; None and empty lists change nothing.
+
+    Raises:
+        ValueError: If a value is out of its range.
+    """
+    given = {name: value for name, value in values.items() if value not in (None, [])}
+    try:
+        return TrainSettings.model_validate({**settings.model_dump(exclude_unset=True), **given}) if given else settings
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in error.errors()]
+        raise ValueError("training: " + "; ".join(lines)) from error
+
+
 def code_digest() -> str:
     """Return a digest of the code that a training depends on: it is not resumed under another."""
     root = Path(__file__).parent.parent

@@ -153,22 +153,31 @@ def tune(
 @app.command()
 def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="training settings (YAML), as in experiments/configs")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder that the artifact's folder is made in")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder that the artifacts' folders are made in")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="instead of the settings' seeds; repeatable", min=0)] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="instead of the settings' variants; repeatable")] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="folder of the real traces", envvar="CACHEPILOT_TRACES", file_okay=False, exists=True)
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="on a Ray cluster: trainings and their rollouts side by side")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="begin anew instead of going on from checkpoints")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a PPO policy in simulation; writes an artifact and says how it does against the curve on held-out scenarios."""
-    from experiments.train import load_train_settings
-    from experiments.train import train as run_training
+    """Train PPO policies in simulation; writes artifacts and says how they do against the curve on what is held out.
 
-    settings = load_train_settings(config)
-    if output is not None:
-        settings = settings.model_copy(update={"output": output})
-    path = run_training(settings, command=_command(), console=err)
-    card = json.loads((path / "card.json").read_text(encoding="utf-8"))
+    Given again, it goes on where it was interrupted.
+    """
+    from experiments.train import train as run_training
+    from experiments.train_settings import changed, load_train_settings
+
+    settings = changed(load_train_settings(config), output=output, seeds=seed, variants=variant, traces_dir=traces)
+    paths = run_training(settings, command=_command(), console=err, fresh=fresh, ray=ray or None)
     if as_json:
-        sys.stdout.write(json.dumps({"artifact": str(path), "card": card}, indent=2) + "\n")
+        found = [{"artifact": str(path), "card": json.loads((path / "card.json").read_text(encoding="utf-8"))} for path in paths]
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        out.print(f"policy: {path}\nuse it: cachepilot tune --policy {path}", markup=False)
+        for path in paths:
+            out.print(f"policy: {path}\nuse it: cachepilot tune --policy {path}", markup=False)
 
 
 @app.command()
