@@ -23,7 +23,7 @@ from envs.simulator import CacheSimulator, SimConfig
 from envs.simulator.batch import BatchWindow, SimulatorBatch
 from envs.simulator.tape import tape_of
 from envs.smoothing import Place, window_regret
-from envs.task import Episode, Task
+from envs.task import ActingReference, Episode, Task
 
 REWARD_LIMIT = 3.0
 """Relative rewards are clipped to this many mean interval costs: one burst must not drown everything else that was learned."""
@@ -194,6 +194,11 @@ class Lanes:
     def _followed(self) -> Floats:
         """Return where the references want to go, shape (E, 3)."""
         policy, count = self._task.reference, self._count
+        if isinstance(policy, ActingReference):
+            known = self._has_anchor[count:, None]
+            around = np.where(known, self._anchors[count:], self._knobs[count:])
+            actions = policy.act(self._observations.vectors[count:] * self._mask)
+            return np.where(known, self._task.actions.batch(actions, around, self._own_spaces), around)
         if callable(policy):
             return to_array([policy(self.observation(lane, reference=True)) for lane in range(count)])
         if policy == "curve":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from envs.action import MAX_STEPS, RESIDUAL, ActionMap
 from envs.objective import Prices
@@ -16,7 +17,17 @@ from envs.simulator import SimConfig
 from envs.workloads import Trace
 from serving.knobs import Knobs, KnobSpace
 
-Reference = Literal["curve", "hold"] | Callable[[Observation], Knobs]
+
+@runtime_checkable
+class ActingReference(Protocol):
+    """A policy to beat that acts as the learner does: by vectors, for many lanes at once."""
+
+    def act(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return actions, shape (E, 3), for the references' observations, shape (E, DIM)."""
+        ...
+
+
+Reference = Literal["curve", "hold"] | Callable[[Observation], Knobs] | ActingReference
 Reward = Literal["dollars", "relative"]
 
 
@@ -85,6 +96,7 @@ LOADS = 5
 """Different speeds of a trace under :attr:`Randomisation.load`."""
 
 _OPTIONAL = ("upstream_running", "upstream_waiting", "gpu_cache_usage", "entropy", "drift", "regret")
+_NAMED = ("curve", "hold")
 _UNPRICED = ("slo_p99", "time_scale")
 _SLOT = "_at_other_speeds"
 
@@ -124,7 +136,7 @@ class Task:
         scenarios: Draws the scenario of each episode from a random generator.
         episode_length: Steps of an episode, at least 1.
         reference: Whom to beat: ``curve`` (the optimum of the smoothed curve), ``hold`` (the initial knobs for ever), or a
-            function of the observation of the reference's own cache.
+            function of the observation of the reference's own cache, or what acts as the learner does.
         randomise: What differs between episodes.
         actions: What an action means.
         taped: Whether an episode finds a ghost that has run since the trace's start, as beside a cache that was just emptied,
@@ -152,7 +164,7 @@ class Task:
     def __post_init__(self) -> None:
         if self.episode_length < 1:
             raise ValueError(f"CacheTuning: episode_length: expected at least 1 step, got {self.episode_length!r}")
-        if not callable(self.reference) and self.reference not in ("curve", "hold"):
+        if not callable(self.reference) and not isinstance(self.reference, ActingReference) and self.reference not in _NAMED:
             raise ValueError(f"CacheTuning: reference: expected curve, hold or a function, got {self.reference!r}")
         if self.reward not in ("dollars", "relative"):
             raise ValueError(f"CacheTuning: reward: expected dollars or relative, got {self.reward!r}")

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -21,20 +25,25 @@ from agents.hindsight import grid_settings, static_dollars
 from agents.imitation import Demonstrations
 from envs.knob_batch import Floats, SpaceBatch
 from envs.lanes import Lanes
+from envs.simulator.batch import use_threads
 from envs.task import FIXED, Scenario, Task
+from experiments import suites
+from experiments.train_settings import TrainSettings, code_digest
 
-WARMUP_SHARE = 0.8
-"""Warm-up of every label, as a share of the most: refreshing what is hot ahead of its expiry rarely costs more than it saves, and
-labels without it would have to be searched over a third knob."""
+WARMUP_SHARE = 0.4
+"""Warm-up of the first candidates, as a share of the most."""
+
+WARMUP_SHARES = (0.0, 0.1, 0.8, None)
+"""Warm-ups that are tried on the cheapest path; None: only after a flush."""
+
+AFTER_FLUSH = 12
+"""Intervals of warm-up after a flush."""
 
 HORIZONS = (None, 144, 72, 36, 18)
 """Intervals after each for which the best static setting is looked for (and half as many before it); None: the whole trace."""
 
 OVERALL = 0.05
 """Weight of the whole trace beside the horizon: of settings that cost the same now, the one that is better on the whole."""
-
-SHIFTS = ((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))
-"""Grid steps of size and TTL by which a whole path is moved, to see whether that is cheaper still."""
 
 LANES = 16
 """Scenarios that are played side by side."""
@@ -46,36 +55,78 @@ Progress = Callable[[int, int], None]
 """Called with the scenarios done and all of them."""
 
 
-def demonstrate(scenarios: Sequence[Scenario], task: Task, *, seed: int = 0, progress: Progress | None = None) -> Demonstrations:
-    """Return observations and the actions that were best in hindsight.
+def file_of(settings: TrainSettings, *, jobs: int | None = None, progress: Progress | None = None) -> Path:
+    """Return the file of a training's demonstrations, made if it is not there; trainings of one task share it.
+
+    Args:
+        settings: The training; of workload ``suites``.
+        jobs: Processes that make it side by side; None: one for each CPU. It is the same whatever their number.
+        progress: See :data:`Progress`.
+    """
+    identity = {
+        "code": code_digest(), "pool": settings.pool, "hidden": settings.hidden, "actions": settings.actions.to_dict(),
+    }  # fmt: skip
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    folder = settings.output / ".training"
+    path = folder / f"demonstrations-{name}.safetensors"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, settings.pool, LANES)
+    parts: list[Demonstrations] = []
+    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for first, part in zip(starts, pool.map(partial(_demonstrate_some, settings), starts), strict=True):
+            parts.append(part)
+            if progress is not None:
+                progress(min(first + LANES, settings.pool), settings.pool)
+    partial_path = path.with_name(f".{path.name}.partial")
+    joined(parts).save(partial_path)
+    partial_path.replace(path)
+    return path
+
+
+def _demonstrate_some(settings: TrainSettings, first: int) -> Demonstrations:
+    from experiments.training_task import make_task  # imports torch: only where it is needed
+
+    use_threads(1)
+    pool = suites.training(settings.traces_folder, pool=settings.pool)
+    scenarios = [pool[number] for number in range(first, min(first + LANES, settings.pool))]
+    return demonstrate(scenarios, make_task(settings), seed=first)
+
+
+def joined(parts: Sequence[Demonstrations]) -> Demonstrations:
+    """Return demonstrations one after the other."""
+    return Demonstrations(
+        np.concatenate([part.observations for part in parts]),
+        np.concatenate([part.actions for part in parts]),
+        np.concatenate([part.weights for part in parts]),
+    )
+
+
+def demonstrate(scenarios: Sequence[Scenario], task: Task, *, seed: int = 0) -> Demonstrations:
+    """Return observations and the actions that were best in hindsight, on scenarios played side by side.
 
     Args:
         scenarios: Training scenarios; each is played from its start to its end.
         task: What is to be learned: actions, step limits and hidden components are its; its scenarios and episode length are not
             looked at, nothing is randomised.
         seed: Of the wandering.
-        progress: See :data:`Progress`.
     """
     random = np.random.default_rng(seed)
-    vectors, actions = [], []
-    for first in range(0, len(scenarios), LANES):
-        part = scenarios[first : first + LANES]
-        paths = best_paths(part, task)
-        for follow, wander in ((True, 0.0), (True, WANDER), (False, 0.0)):
-            walk = _walk(part, paths, task, follow=follow, wander=wander, random=random)
-            vectors.append(walk.vectors)
-            actions.append(walk.labels)
-        if progress is not None:
-            progress(first + len(part), len(scenarios))
-    observations, labels = np.concatenate(vectors), np.concatenate(actions)
-    return Demonstrations(observations, labels, np.ones(len(labels), np.float32))
+    paths = best_paths(scenarios, task)
+    walks = [
+        _walk(scenarios, paths, task, follow=follow, wander=wander, random=random)
+        for follow, wander in ((True, 0.0), (True, WANDER), (False, 0.0))
+    ]
+    labels = np.concatenate([walk.labels for walk in walks])
+    return Demonstrations(np.concatenate([walk.vectors for walk in walks]), labels, np.ones(len(labels), np.float32))
 
 
 def best_paths(scenarios: Sequence[Scenario], task: Task) -> list[Floats]:
     """Return where the knobs should have been in each interval, grid steps, of each scenario shape (W, 3).
 
     What static settings cost tells nothing of filling and refilling, so each candidate path is played, and the cheapest is taken:
-    the best static setting of the time around each interval, over each of :data:`HORIZONS`; then the same a step aside.
+    the best static setting of the time around each interval, over each of :data:`HORIZONS`; then the same with other warm-ups.
 
     Args:
         scenarios: The scenarios.
@@ -89,10 +140,22 @@ def best_paths(scenarios: Sequence[Scenario], task: Task) -> list[Floats]:
         [_path(scenario, *replay, horizon) for scenario, replay in zip(scenarios, replays, strict=True)] for horizon in HORIZONS
     ]
     best, paid = _cheapest(scenarios, candidates, None, task)
-    for shift in SHIFTS:
-        aside = [path + np.array([*shift, 0.0]) for path in best]
-        best, paid = _cheapest(scenarios, [aside], (best, paid), task)
+    for share in WARMUP_SHARES:
+        warmed = [_warmed(scenario, path, share) for scenario, path in zip(scenarios, best, strict=True)]
+        best, paid = _cheapest(scenarios, [warmed], (best, paid), task)
     return best
+
+
+def _warmed(scenario: Scenario, path: Floats, share: float | None) -> Floats:
+    """Return a path with another warm-up: a share of the most; if None, the most for a while after each flush, else none."""
+    top = scenario.config.space.warmup_steps - 1.0
+    warmed = path.copy()
+    warmed[:, 2] = 0.0 if share is None else share * top
+    if share is None:
+        for moment in scenario.trace.flush_time:
+            first = int(moment // scenario.interval)
+            warmed[first : first + AFTER_FLUSH, 2] = top
+    return warmed
 
 
 def _path(scenario: Scenario, settings: Floats, dollars: Floats, horizon: int | None) -> Floats:
@@ -177,25 +240,3 @@ def _walk(
 
 def _over(steps: Floats, radius: Floats) -> Floats:
     return np.divide(steps, radius, out=np.zeros_like(steps), where=radius > 0)
-
-
-def cached(
-    folder: Path, scenarios: Callable[[], Sequence[Scenario]], task: Task, identity: object, progress: Progress | None
-) -> Path:
-    """Return the file of the demonstrations, made if it is not there.
-
-    Args:
-        folder: Where it is kept.
-        scenarios: Makes the training scenarios; only called where there is something to make.
-        task: As of :func:`demonstrate`.
-        identity: What they depend on, JSON-ready.
-        progress: See :data:`Progress`.
-    """
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"demonstrations-{name}.safetensors"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        demonstrate(scenarios(), task, progress=progress).save(partial)
-        partial.replace(path)
-    return path

@@ -32,6 +32,7 @@ from envs.workloads.errors import TraceError
 from envs.workloads.generators import DAY, answer_tokens, question_tokens, zipf_ranks
 from envs.workloads.patterns import add_documents, add_flash_crowd, add_releases, alternate, day_and_night
 from experiments.scenarios import scale_to, session_trace
+from serving.hotset import WarmupRules
 from serving.keys import mix64, mix64_array
 from serving.knobs import Knobs, KnobSpace
 from serving.latency import UpstreamModel
@@ -296,6 +297,8 @@ def scenario_of(trace: Trace, interval: float, economy: Economy) -> Scenario:
 
     The knob space spans 1/256 of the footprint to the whole of it, and a TTL of one interval to twice the trace. The model takes
     as long for a token as a served 7-billion-parameter model does; P99 is to stay below three times what a long answer takes.
+    Warm-up keeps the trace's own time: what is hot is remembered for some dozens of intervals, and refreshing at most doubles the
+    mean load.
 
     Args:
         trace: The requests.
@@ -328,6 +331,12 @@ def scenario_of(trace: Trace, interval: float, economy: Economy) -> Scenario:
         staleness_half_life=economy.half_life,
         prices=prices,
         semantic=False,
+        warmup=WarmupRules(
+            half_life=36.0 * interval,
+            period=0.1 * interval,
+            refreshes_per_second=rate,
+            burst=max(1, round(0.1 * interval * rate)),
+        ),
     )
     return Scenario(trace, config, interval, middle(space))
 

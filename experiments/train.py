@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from agents import artifact
 from agents.ppo import PPOPolicy
-from experiments.train_settings import Run, TrainSettings, changed, code_digest, load_train_settings, runs
+from experiments.train_settings import Run, TrainSettings, changed, load_train_settings, runs
 
 Trainer = Callable[..., list[Path]]
 
@@ -73,23 +73,14 @@ def train(
 
 def _imitating(run: Run, bars: Progress, watch: Watch) -> Run:
     """Return the run with a file of what it imitates first, which is made if it is not there; trainings share it."""
-    from experiments import suites
-    from experiments.demonstrations import cached
+    from experiments.demonstrations import file_of
     from experiments.training_run import is_trained
-    from experiments.training_task import make_task
 
     settings = run.settings
     if not settings.imitate or is_trained(run):
         return run
-    pool = suites.training(settings.traces_folder, pool=settings.pool)
-    bar = bars.add_task("hindsight", total=settings.pool, note="best static setting of each training scenario")
-    path = cached(
-        settings.output / ".training",
-        lambda: [pool[number] for number in range(settings.pool)],
-        make_task(settings),
-        {"code": code_digest(), "pool": settings.pool, "hidden": settings.hidden, "actions": settings.actions.to_dict()},
-        lambda done, total: bars.update(bar, completed=done, total=total),
-    )
+    bar = bars.add_task("hindsight", total=settings.pool, note="what would have been best on each training scenario")
+    path = file_of(settings, progress=lambda done, total: bars.update(bar, completed=done, total=total))
     bars.remove_task(bar)
     watch.say(f"{run.name}: begins with imitation ({path.name})")
     return replace(run, settings=settings.model_copy(update={"warm_start": path}))

@@ -13,7 +13,7 @@ from rich.table import Table
 from experiments.bench.result import BenchResult
 from tuner.errors import CommandError
 
-NAMES = ("http", "sim", "ghost", "decision", "fidelity", "fidelity-live")
+NAMES = ("http", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live")
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
 LIVE_TRACE = "elastic_apache.csv.gz"
 
@@ -56,6 +56,10 @@ def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) ->
         from experiments.bench import decision
 
         return [decision.run()]
+    if name == "ppo-update":
+        from experiments.bench import ppo_update
+
+        return [ppo_update.run()]
     from experiments.bench import fidelity
 
     if name == "fidelity":
