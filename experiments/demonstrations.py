@@ -13,22 +13,25 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
 
 from agents.hindsight import grid_settings, static_dollars
 from agents.imitation import Demonstrations
+from envs.action import ActionMap
 from envs.knob_batch import Floats, SpaceBatch
 from envs.lanes import Lanes
+from envs.observation import mask_of
 from envs.simulator.batch import use_threads
 from envs.task import FIXED, Scenario, Task
 from experiments import suites
-from experiments.train_settings import TrainSettings, code_digest
+from experiments.train_settings import TrainSettings, world_digest
 
 WARMUP_SHARE = 0.4
 """Warm-up of the first candidates, as a share of the most."""
@@ -45,6 +48,9 @@ HORIZONS = (None, 144, 72, 36, 18)
 OVERALL = 0.05
 """Weight of the whole trace beside the horizon: of settings that cost the same now, the one that is better on the whole."""
 
+RADIUS = (4.0, 4.0, 5.0)
+"""How far from the curve's optimum the paths may lead, grid steps."""
+
 LANES = 16
 """Scenarios that are played side by side."""
 
@@ -55,61 +61,109 @@ Progress = Callable[[int, int], None]
 """Called with the scenarios done and all of them."""
 
 
+@dataclass(frozen=True)
+class Hindsight:
+    """Where the knobs should have been in states that were met on training scenarios: actions of any kind can be made of it.
+
+    Attributes:
+        vectors: Whole observations, nothing hidden, float32, shape (N, DIM).
+        wanted: Where the knobs should have been, grid steps, float32, shape (N, 3).
+        anchors: The curve's optimum, likewise.
+        scale: Grid steps between the least and the greatest knobs, float32, shape (3,).
+    """
+
+    vectors: npt.NDArray[np.float32]
+    wanted: npt.NDArray[np.float32]
+    anchors: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+
+    def demonstrations(self, actions: ActionMap, hidden: Sequence[str]) -> Demonstrations:
+        """Return what to imitate for a policy that acts like this and is not shown some components."""
+        labels = label(self.wanted.astype(np.float64), self.anchors.astype(np.float64), self.scale, actions)
+        return Demonstrations(self.vectors * mask_of(hidden), labels.astype(np.float32), np.ones(len(labels), np.float32))
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file; the file is there as a whole or not at all."""
+        partial_path = path.with_name(f".{path.name}.partial")
+        save_file({item.name: np.ascontiguousarray(getattr(self, item.name)) for item in fields(self)}, partial_path)
+        partial_path.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Hindsight:
+        """Read what :meth:`save` wrote."""
+        return cls(**load_file(path))
+
+
+def label(wanted: Floats, anchors: Floats, scale: npt.ArrayLike, actions: ActionMap) -> Floats:
+    """Return the actions that lead to positions on the grid, or as near as an action reaches, shape (N, 3).
+
+    Args:
+        wanted: Positions, grid steps, shape (N, 3).
+        anchors: The curve's optima, likewise.
+        scale: Grid steps between the least and the greatest knobs, (3,) or (N, 3).
+        actions: What an action means.
+    """
+    radius = np.asarray(actions.radius)
+    found = 2.0 * wanted / np.asarray(scale) - 1.0 if actions.kind == "absolute" else _over(wanted - anchors, radius)
+    return np.clip(np.where(radius > 0, found, 0.0), -1.0, 1.0)
+
+
 def file_of(settings: TrainSettings, *, jobs: int | None = None, progress: Progress | None = None) -> Path:
-    """Return the file of a training's demonstrations, made if it is not there; trainings of one task share it.
+    """Return the file of a training's demonstrations, made if it is not there; trainings on one pool share the hindsight.
 
     Args:
         settings: The training; of workload ``suites``.
         jobs: Processes that make it side by side; None: one for each CPU. It is the same whatever their number.
         progress: See :data:`Progress`.
     """
-    identity = {
-        "code": code_digest(), "pool": settings.pool, "hidden": settings.hidden, "actions": settings.actions.to_dict(),
-    }  # fmt: skip
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = settings.output / ".training"
-    path = folder / f"demonstrations-{name}.safetensors"
-    if path.is_file():
-        return path
     folder.mkdir(parents=True, exist_ok=True)
-    starts = range(0, settings.pool, LANES)
-    parts: list[Demonstrations] = []
-    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for first, part in zip(starts, pool.map(partial(_demonstrate_some, settings), starts), strict=True):
-            parts.append(part)
-            if progress is not None:
-                progress(min(first + LANES, settings.pool), settings.pool)
-    partial_path = path.with_name(f".{path.name}.partial")
-    joined(parts).save(partial_path)
-    partial_path.replace(path)
+    whole = folder / f"hindsight-{_digest({'code': world_digest(), 'pool': settings.pool})}.safetensors"
+    if not whole.is_file():
+        _hindsight(settings, jobs, progress).save(whole)
+    variant = _digest({"of": whole.name, "hidden": settings.hidden, "actions": settings.actions.to_dict()})
+    path = folder / f"demonstrations-{variant}.safetensors"
+    if not path.is_file():
+        partial_path = path.with_name(f".{path.name}.partial")
+        Hindsight.load(whole).demonstrations(settings.actions, settings.hidden).save(partial_path)
+        partial_path.replace(path)
     return path
 
 
-def _demonstrate_some(settings: TrainSettings, first: int) -> Demonstrations:
+def _digest(identity: object) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _hindsight(settings: TrainSettings, jobs: int | None, progress: Progress | None) -> Hindsight:
+    starts = range(0, settings.pool, LANES)
+    parts: list[Hindsight] = []
+    # Whole, with the widest actions: the paths that are found serve policies that see less and reach less far.
+    wide = settings.model_copy(update={"hidden": (), "absolute": False, "radius": RADIUS})
+    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for first, part in zip(starts, pool.map(partial(_look_back_on_some, wide), starts), strict=True):
+            parts.append(part)
+            if progress is not None:
+                progress(min(first + LANES, settings.pool), settings.pool)
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("vectors", "wanted", "anchors")}
+    return Hindsight(**columns, scale=parts[0].scale)
+
+
+def _look_back_on_some(settings: TrainSettings, first: int) -> Hindsight:
     from experiments.training_task import make_task  # imports torch: only where it is needed
 
     use_threads(1)
     pool = suites.training(settings.traces_folder, pool=settings.pool)
     scenarios = [pool[number] for number in range(first, min(first + LANES, settings.pool))]
-    return demonstrate(scenarios, make_task(settings), seed=first)
+    return look_back(scenarios, make_task(settings), seed=first)
 
 
-def joined(parts: Sequence[Demonstrations]) -> Demonstrations:
-    """Return demonstrations one after the other."""
-    return Demonstrations(
-        np.concatenate([part.observations for part in parts]),
-        np.concatenate([part.actions for part in parts]),
-        np.concatenate([part.weights for part in parts]),
-    )
-
-
-def demonstrate(scenarios: Sequence[Scenario], task: Task, *, seed: int = 0) -> Demonstrations:
-    """Return observations and the actions that were best in hindsight, on scenarios played side by side.
+def look_back(scenarios: Sequence[Scenario], task: Task, *, seed: int = 0) -> Hindsight:
+    """Find where the knobs should have been, on scenarios played side by side.
 
     Args:
         scenarios: Training scenarios; each is played from its start to its end.
-        task: What is to be learned: actions, step limits and hidden components are its; its scenarios and episode length are not
-            looked at, nothing is randomised.
+        task: What is to be learned: actions and step limits are its, hidden components must be none; its scenarios and episode
+            length are not looked at, nothing is randomised.
         seed: Of the wandering.
     """
     random = np.random.default_rng(seed)
@@ -118,8 +172,10 @@ def demonstrate(scenarios: Sequence[Scenario], task: Task, *, seed: int = 0) -> 
         _walk(scenarios, paths, task, follow=follow, wander=wander, random=random)
         for follow, wander in ((True, 0.0), (True, WANDER), (False, 0.0))
     ]
-    labels = np.concatenate([walk.labels for walk in walks])
-    return Demonstrations(np.concatenate([walk.vectors for walk in walks]), labels, np.ones(len(labels), np.float32))
+    columns = {name: np.concatenate([getattr(walk, name) for walk in walks]) for name in ("vectors", "wanted", "anchors")}
+    space = scenarios[0].config.space
+    scale = np.array([space.size_steps, space.ttl_steps, space.warmup_steps], np.float32) - 1.0
+    return Hindsight(**columns, scale=scale)
 
 
 def best_paths(scenarios: Sequence[Scenario], task: Task) -> list[Floats]:
@@ -130,7 +186,7 @@ def best_paths(scenarios: Sequence[Scenario], task: Task) -> list[Floats]:
 
     Args:
         scenarios: The scenarios.
-        task: As of :func:`demonstrate`.
+        task: As of :func:`look_back`.
     """
     replays = []
     for scenario in scenarios:
@@ -193,7 +249,8 @@ def _cheapest(
 @dataclass(frozen=True)
 class _Walk:
     vectors: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.float32]
+    wanted: npt.NDArray[np.float32]
+    anchors: npt.NDArray[np.float32]
     dollars: Floats
 
 
@@ -206,34 +263,29 @@ def _walk(
     wander: float,
     random: np.random.Generator,
 ) -> _Walk:
-    """Play scenarios side by side, along their paths or along the curve; return observations, labels and costs."""
+    """Play scenarios side by side, along their paths or along the curve; return what was seen and wanted, and the costs."""
     whole = replace(task, episode_length=1 << 30, reference="hold", randomise=FIXED, taped=True)
     rng = np.random.default_rng(0)
     episodes = [replace(whole, scenarios=lambda _, scenario=scenario: scenario).draw(rng) for scenario in scenarios]  # type: ignore[misc]
     lanes = Lanes(whole, episodes)
     spaces = SpaceBatch.of([scenario.config.space for scenario in scenarios])
-    radius = np.asarray(task.actions.radius)
     away = np.zeros((len(scenarios), 3))
     alive, dollars = np.ones(len(scenarios), bool), np.zeros(len(scenarios))
-    vectors: list[npt.NDArray[np.float32]] = []
-    labels: list[npt.NDArray[np.float32]] = []
+    seen: list[tuple[npt.NDArray[np.float32], Floats, Floats]] = []
     interval = 0
     while True:
         alive &= ~lanes.windows.over
         if not alive.any():
-            return _Walk(np.concatenate(vectors), np.concatenate(labels), dollars)
+            vectors, positions, optima = (np.concatenate([part[column] for part in seen]) for column in range(3))
+            return _Walk(vectors, positions.astype(np.float32), optima.astype(np.float32), dollars)
         wanted = np.array([path[min(interval, len(path) - 1)] for path in paths])
         anchors = spaces.to_steps(lanes.anchors)
-        absolute = task.actions.kind == "absolute"
-        label = 2.0 * wanted / spaces.scale - 1.0 if absolute else _over(wanted - anchors, radius)
-        label = np.clip(np.where(radius > 0, label, 0.0), -1.0, 1.0)
         known = lanes.anchors_known & alive
-        vectors.append(lanes.windows.vectors[known].copy())
-        labels.append(label[known].astype(np.float32))
-        along_curve = 2.0 * anchors / spaces.scale - 1.0 if absolute else np.zeros_like(label)
+        seen.append((lanes.windows.vectors[known].copy(), wanted[known], anchors[known]))
         away = KEEP * away + wander * random.normal(0.0, 1.0, away.shape)
-        shift = 2.0 * away / spaces.scale if absolute else _over(away, radius)
-        windows = lanes.act(np.clip((label if follow else along_curve) + shift, -1.0, 1.0))
+        # Through the action, which reaches only so far: the states should be those that the policy will meet.
+        actions = label((wanted if follow else anchors) + away, anchors, spaces.scale, task.actions)
+        windows = lanes.act(actions)
         dollars += np.where(alive, windows.dollars[: len(scenarios)], 0.0)
         interval += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -290,18 +290,29 @@ def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
 
 def code_digest() -> str:
     """Return a digest of the code that a training depends on: it is not resumed under another."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(_sources(root)):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return _digest([*_world(), *(ROOT / "agents" / name for name in _LEARNER), ROOT / "experiments" / "training_task.py"])
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def world_digest() -> str:
+    """Return a digest of the code that the workloads, the caches and what was best in hindsight depend on."""
+    return _digest(_world())
+
+
+ROOT = Path(__file__).parent.parent
+_LEARNER = ("training.py", "imitation.py")
+
+
+def _world() -> Iterator[Path]:
     for package in ("serving", "envs"):
-        yield from (root / package).rglob("*.py")
-    yield from (root / "agents" / name for name in ("training.py", "imitation.py"))
-    yield from (root / "experiments" / name for name in ("scenarios.py", "suites.py", "training_task.py", "demonstrations.py"))
+        yield from (ROOT / package).rglob("*.py")
+    yield from (ROOT / "experiments" / name for name in ("scenarios.py", "suites.py", "demonstrations.py"))
+
+
+def _digest(sources: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _sizes(settings: TrainSettings) -> dict[str, int]:
