@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import PPO
 
-BATCH = 512
+BATCH = 1024
+WEIGHT_DECAY = 1e-3
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,19 @@ class Demonstrations:
             ) from error
 
 
+def actor_parameters(model: PPO | RecurrentPPO) -> list[torch.nn.Parameter]:
+    """Return what decides on actions: the actor's layers and, last, the exploration noise; not the value function."""
+    policy = model.policy
+    parts = [*policy.mlp_extractor.policy_net.parameters(), *policy.action_net.parameters()]
+    if isinstance(model, RecurrentPPO):
+        lstm = policy.lstm_actor
+        assert isinstance(lstm, torch.nn.Module)
+        parts = [*lstm.parameters(), *parts]
+    noise = policy.log_std
+    assert isinstance(noise, torch.nn.Parameter)
+    return [*parts, noise]
+
+
 def pretrain(model: PPO | RecurrentPPO, demonstrations: Demonstrations, *, epochs: int, learning_rate: float) -> list[float]:
     """Fit a policy's mean action to demonstrated ones by weighted mean-squared error; the value function is left alone.
 
@@ -88,7 +102,7 @@ def pretrain(model: PPO | RecurrentPPO, demonstrations: Demonstrations, *, epoch
         model: A feed-forward policy.
         demonstrations: What to imitate.
         epochs: Passes over all of them.
-        learning_rate: Of Adam.
+        learning_rate: Of AdamW in the first epoch; falls linearly.
 
     Returns:
         The mean loss of each epoch.
@@ -102,13 +116,14 @@ def pretrain(model: PPO | RecurrentPPO, demonstrations: Demonstrations, *, epoch
     given = (demonstrations.observations.shape[1:], demonstrations.actions.shape[1:])
     if wanted != given:
         raise ValueError(f"demonstrations: expected observations and actions of shapes {wanted}, got {given}")
-    actor = [*model.policy.mlp_extractor.policy_net.parameters(), *model.policy.action_net.parameters()]
-    optimiser = torch.optim.Adam(actor, lr=learning_rate)
+    optimiser = torch.optim.AdamW(actor_parameters(model)[:-1], lr=learning_rate, weight_decay=WEIGHT_DECAY)
     observations, actions = torch.from_numpy(demonstrations.observations), torch.from_numpy(demonstrations.actions)
     weights = torch.from_numpy(demonstrations.weights / demonstrations.weights.mean())
     losses = []
-    for _ in range(epochs):
+    for epoch in range(epochs):
         total = 0.0
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate * (1.0 - epoch / epochs)
         for batch in torch.split(torch.randperm(len(weights)), BATCH):
             means = model.policy.action_net(model.policy.mlp_extractor.forward_actor(observations[batch]))
             loss = (weights[batch] * ((means - actions[batch]) ** 2).mean(dim=1)).mean()

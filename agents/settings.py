@@ -51,7 +51,10 @@ class PPOSettings(BaseModel):
     recurrent: bool = Field(default=False, description="an LSTM before the hidden layers (sb3-contrib's RecurrentPPO)")
     lstm_size: int = Field(default=32, ge=1, le=1024, description="cells of that LSTM")
     warm_start_epochs: int = Field(default=20, ge=1, description="epochs of imitation, where there is something to imitate")
-    warm_start_learning_rate: float = Field(default=1e-3, gt=0)
+    warm_start_learning_rate: float = Field(default=1e-3, gt=0, description="of the first epoch; falls linearly to 0")
+    critic_rollouts: int = Field(
+        default=0, ge=0, description="after imitation: first updates in which only the value function learns"
+    )
 
     @model_validator(mode="before")
     @classmethod

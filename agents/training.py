@@ -30,7 +30,7 @@ from torch.utils.tensorboard import SummaryWriter
 from agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from agents.extraction import check_parity, extract
 from agents.familiarity import ObservationStatistics, RunningStatistics
-from agents.imitation import Demonstrations, pretrain
+from agents.imitation import Demonstrations, actor_parameters, pretrain
 from agents.network import PolicyNetwork
 from agents.settings import PPOSettings
 from envs.observation import schema_hash
@@ -124,7 +124,7 @@ def train_ppo(
     try:
         rate = _LearningRate(settings)
         model = _model(environments, settings, rate, seed)
-        run = _Run(model, settings, rate, seed)
+        run = _Run(model, settings, rate, seed, warm_start is not None)
         if found is not None:
             run.restore(found)
             if progress is not None and run.curve:
@@ -191,8 +191,8 @@ class _Rollout(BaseCallback):
 class _Run:
     """One training: the model, and what is counted beside it."""
 
-    def __init__(self, model: PPO | RecurrentPPO, settings: PPOSettings, rate: _LearningRate, seed: int) -> None:
-        self._model, self._settings, self._rate, self._seed = model, settings, rate, seed
+    def __init__(self, model: PPO | RecurrentPPO, settings: PPOSettings, rate: _LearningRate, seed: int, warm: bool) -> None:
+        self._model, self._settings, self._rate, self._seed, self._warm = model, settings, rate, seed, warm
         self._rollout = _Rollout()
         self._statistics = RunningStatistics()
         self._probes: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
@@ -221,6 +221,11 @@ class _Run:
         """Make one rollout and one update; return its entry of the learning curve and its timing."""
         model, rollout, started = self._model, self._rollout, _now()
         self._rate.update = len(self.curve)
+        # A value function that knows nothing yet would unlearn what was imitated.
+        model.policy.requires_grad_(True)
+        if self._warm and len(self.curve) < self._settings.critic_rollouts:
+            for parameter in actor_parameters(model):
+                parameter.requires_grad_(False)
         model.learn(self._settings.rollout, callback=rollout, log_interval=_NEVER, reset_num_timesteps=False)
         values = model.logger.name_to_value
         model.logger.record("train/entropy", -values["train/entropy_loss"])
