@@ -38,6 +38,9 @@ _SAME = 0.3
 class Supervision:
     """When a policy is benched and for how long.
 
+    The defaults are measured by ``python -m experiments.supervision``. The window should be as long as what the workload repeats,
+    such as a day: a policy that holds more through the night to be ready for the morning is worse than the curve all night.
+
     Attributes:
         window: Most intervals that the policy is judged by.
         least: Fewest intervals that it is judged by.
@@ -51,13 +54,13 @@ class Supervision:
         ValueError: If a value is out of its range.
     """
 
-    window: int = 36
-    least: int = 8
-    margin: float = 0.03
-    certainty: float = 3.0
-    rest: int = 24
-    longest_rest: int = 384
-    probation: int = 36
+    window: int = 144
+    least: int = 12
+    margin: float = 0.05
+    certainty: float = 3.5
+    rest: int = 36
+    longest_rest: int = 576
+    probation: int = 72
 
     def __post_init__(self) -> None:
         if not 3 <= self.least <= self.window:

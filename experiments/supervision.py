@@ -247,9 +247,7 @@ def text(found: dict[str, Any]) -> str:
         for row in found["estimator"]
     ]
     false = found["false_benches"]
-    lines.append(
-        f"benched though not worse than the curve in the whole run: {false['benched']} of {false['as_good_as_the_curve']}"
-    )
+    lines.append(f"not worse than the curve over a whole run: {false['as_good_as_the_curve']} runs, benched: {false['benched']}")
     lines += [f"  {which}" for which in false["which"]]
     lines.append(f"{'sabotaged':24} {'harmful':>9} {'benched':>8} {'median':>7} {'longest':>8}")
     lines += [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.counterfactual import FEWEST_WINDOWS, MOST_FACTOR, Service, ServiceMeter, counterfactual, usable
+from agents.counterfactual import FEWEST_WINDOWS, MOST_FACTOR, Service, ServiceMeter, counterfactual, refilled, usable
 from envs.objective import COST_TERMS, Cost, price
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
@@ -106,7 +106,6 @@ def test_nothing_is_said_before_the_first_miss_was_seen() -> None:
     meter.update(signals(hit_ratio=1.0), KNOBS)
     assert not meter.service.known
     meter.update(signals(), KNOBS)
-    assert meter.service.known
     assert meter.service.output_tokens == pytest.approx(5e4 / 180.0)
 
 
@@ -180,3 +179,47 @@ def test_a_whole_curve_is_usable_and_a_broken_one_is_not() -> None:
     assert usable(ghost())
     assert not usable(replace(ghost(), requests=math.nan))
     assert not usable(replace(ghost(), ttls=np.array([math.nan] * SPACE.ttl_steps)))
+
+
+def test_a_cache_that_grew_fills_with_what_is_inserted_and_one_that_shrank_is_full() -> None:
+    service = replace(SERVICE, entry_bytes=1000.0)
+    window = signals(hit_ratio=0.4, expirations=30.0)  # 180 misses, of which 150 add an entry
+    assert refilled(2e6, 1e6, window, service) == (1e6, 1e6)
+    assert refilled(1e6, 2e6, window, service) == pytest.approx((1.075e6, 1.15e6))
+    assert refilled(1e6, 1.1e6, window, service) == pytest.approx((1.05e6, 1.1e6))
+    assert refilled(1e6, 2e6, window, SERVICE) == (2e6, 2e6)  # nobody knows how fast: as if it were full
+
+
+def test_what_a_cache_still_has_to_fill_is_not_charged_as_filled() -> None:
+    window, filling = signals(), (float(KNOBS.cache_size), float(KNOBS.cache_size))
+    full = estimate(window, LARGER)
+    empty = counterfactual(window, KNOBS, LARGER, SERVICE, PRICES, filled=filling)
+    assert empty is not None
+    assert empty.tokens == pytest.approx(price(window.usage(KNOBS.cache_size), PRICES).tokens)
+    assert empty.tokens > full.tokens
+    assert empty.memory == pytest.approx(full.memory)
+
+
+def test_the_meter_learns_the_bytes_of_an_entry_from_how_the_cache_grows_and_evicts() -> None:
+    meter = ServiceMeter()
+    held = 1e6
+    assert math.isnan(meter.service.entry_bytes)
+    for evicted in (0.0, 0.0, 50.0, 400.0, 150.0):
+        held += 2000.0 * (180.0 - 5.0 - evicted)
+        meter.update(signals(resident_bytes=held, evictions=evicted), KNOBS)
+    assert meter.service.entry_bytes == pytest.approx(2000.0)
+    meter.update(signals(resident_bytes=10.0), KNOBS)  # flushed: nothing is learned from that
+    assert meter.service.entry_bytes == pytest.approx(2000.0)
+
+
+def test_signals_that_contradict_each_other_do_not_stay_in_the_averages() -> None:
+    clean, dirty = ServiceMeter(), ServiceMeter()
+    warm = replace(KNOBS, warmup_ratio=0.3)
+    dirty.update(signals(requests=5e-324), warm)
+    dirty.update(signals(hit_ratio=1e14), warm)
+    for meter in (clean, dirty):
+        for applied in (KNOBS, warm):
+            for _ in range(20):
+                meter.update(signals(hit_ratio=0.5), applied)
+    assert dirty.service.warmed_hits == pytest.approx(clean.service.warmed_hits)
+    assert math.isfinite(dirty.service.warmed_stale)

@@ -167,7 +167,7 @@ def test_one_that_fails_on_probation_rests_twice_as_long() -> None:
     ("choose", "words"),
     [
         (lambda asked, seen: 1 / 0, "ZeroDivisionError"),
-        (lambda asked, seen: Proposal(None, "nothing"), "AttributeError"),
+        (lambda asked, seen: Proposal(None, "nothing"), "AttributeError"),  # type: ignore[arg-type]
         (lambda asked, seen: Knobs(1 << 50, 60.0), "out of the space"),
         (lambda asked, seen: Knobs(1 << 20, math.inf), "out of the space"),
         (lambda asked, seen: Knobs(1 << 20, 60.0, math.nan), "ValueError"),
@@ -241,7 +241,7 @@ def test_knobs_that_somebody_else_set_are_no_evidence() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"least": 2}, {"least": 40}, {"rest": 0}, {"rest": 500}, {"probation": 0}, {"margin": -0.1}, {"margin": math.nan},
+        {"least": 2}, {"least": 145}, {"rest": 0}, {"rest": 577}, {"probation": 0}, {"margin": -0.1}, {"margin": math.nan},
         {"certainty": math.inf},
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from agents.curve import CurvePolicy
 from agents.policy import Policy, Proposal
 from agents.registry import load_policy
 from agents.supervised import SupervisedPolicy, Supervision
+from envs.live_signals import read_signals
 from envs.observation import Observation, ObservationBatch, ObservationBuilder
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
@@ -114,9 +115,7 @@ async def test_a_policy_that_fails_unsupervised_holds_and_does_not_end_the_loop(
 async def test_a_policy_that_costs_more_than_the_curve_is_benched_by_the_loop(
     store: RedisConfigStore, exporter: Exporter, tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tuner import loop
-
-    measured = loop.read_signals
+    measured = read_signals
 
     def with_a_ghost(source: Any, arm: str, **options: Any) -> ArmSignals:
         # The exporter has no ghost: what every setting would have hit grows with the size, and is 0.6 where the loop starts.
@@ -125,7 +124,7 @@ async def test_a_policy_that_costs_more_than_the_curve_is_benched_by_the_loop(
         values = {name: getattr(seen, name) for name in seen.__dataclass_fields__}
         return ArmSignals(**{**values, "ghost": GhostCurve(SPACE.sizes, SPACE.ttls, hits, 0.0 * hits, 100.0)})
 
-    monkeypatch.setattr(loop, "read_signals", with_a_ghost)
+    monkeypatch.setattr("tuner.loop.read_signals", with_a_ghost)
     supervision = Supervision(window=6, least=3, margin=0.02, rest=3, longest_rest=3)
     _, records = await turns(10, SupervisedPolicy(Least(), supervision=supervision), store, exporter, tmp_path, namespace)
     said = [record for record in records if "least benched now" in record.reason]
