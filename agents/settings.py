@@ -44,6 +44,12 @@ class PPOSettings(BaseModel):
     vf_coef: float = Field(default=0.5, ge=0, description="weight of the value function's loss")
     max_grad_norm: float = Field(default=0.5, gt=0)
     log_std_init: float = Field(default=-1.5, ge=-10, le=2)
+    hold_noise: int = Field(
+        default=0,
+        ge=0,
+        description="steps for which exploration is one function of the state (gSDE, Raffin et al., 2021): knobs that jitter "
+        "cost refilling, and what a size is worth shows only after a while; 0: noise of its own in every step",
+    )
     initial_action: tuple[Action, Action, Action] = Field(
         default=(0.0, 0.0, 0.0), description="where the policy starts: a constant residual; 0 is the curve's optimum"
     )

@@ -320,6 +320,8 @@ def _model(environments: VecEnv, settings: PPOSettings, rate: _LearningRate, see
         vf_coef=settings.vf_coef,
         max_grad_norm=settings.max_grad_norm,
         target_kl=settings.target_kl,
+        use_sde=settings.hold_noise > 0,
+        sde_sample_freq=settings.hold_noise or -1,
         policy_kwargs=kwargs,
         seed=seed,
         device="cpu",
