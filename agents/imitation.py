@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import PPO
 
+from agents.network import Network
+
 BATCH = 1024
 WEIGHT_DECAY = 1e-3
 
@@ -78,6 +80,23 @@ class Demonstrations:
             raise ValueError(
                 f"demonstrations {path}: expected a safetensors file of observations, actions and weights: {error}"
             ) from error
+
+
+@dataclass(frozen=True)
+class Imitator:
+    """What was learned by imitation, as somebody to beat: PPO is rewarded for what it saves beyond that on the same requests.
+
+    Against the curve most of a reward is what imitation has won already, and its noise drowns what PPO could still find.
+
+    Attributes:
+        network: The policy after imitation.
+    """
+
+    network: Network
+
+    def act(self, vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return actions, shape (E, 3); lane by lane, so that none depends on its company, to the last bit."""
+        return np.clip(np.stack([self.network(vector) for vector in vectors]), -1.0, 1.0)
 
 
 def actor_parameters(model: PPO | RecurrentPPO) -> list[torch.nn.Parameter]:

@@ -58,6 +58,10 @@ class PPOSettings(BaseModel):
     lstm_size: int = Field(default=32, ge=1, le=1024, description="cells of that LSTM")
     warm_start_epochs: int = Field(default=20, ge=1, description="epochs of imitation, where there is something to imitate")
     warm_start_learning_rate: float = Field(default=1e-3, gt=0, description="of the first epoch; falls linearly to 0")
+    beat: Literal["task", "imitation"] = Field(
+        default="task",
+        description="whom the reward is counted against: the task's own reference (the curve), or what imitation gave",
+    )
     critic_rollouts: int = Field(
         default=0, ge=0, description="after imitation: first updates in which only the value function learns"
     )

@@ -30,8 +30,8 @@ from torch.utils.tensorboard import SummaryWriter
 from agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from agents.extraction import check_parity, extract
 from agents.familiarity import ObservationStatistics, RunningStatistics
-from agents.imitation import Demonstrations, actor_parameters, pretrain
-from agents.network import PolicyNetwork
+from agents.imitation import Demonstrations, Imitator, actor_parameters, pretrain
+from agents.network import Network, PolicyNetwork
 from agents.settings import PPOSettings
 from envs.observation import schema_hash
 
@@ -57,7 +57,7 @@ _CURVE = {
 _NEVER = 2
 """Each call of ``learn`` makes one rollout; stable-baselines3 would log before its update, and we do after it."""
 
-_POLICY, _ADAM, _SEEN, _PROBES = "policy.", "adam.", "seen.", "probes"
+_POLICY, _ADAM, _SEEN, _BEATEN, _PROBES = "policy.", "adam.", "seen.", "beaten.", "probes"
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,15 @@ def train_ppo(
         model = _model(environments, settings, rate, seed)
         run = _Run(model, settings, rate, seed, warm_start is not None)
         if found is not None:
-            run.restore(found)
+            run.restore(found, environments)
             if progress is not None and run.curve:
                 progress(model.num_timesteps, run.curve[-1]["reward"] or 0.0)
         elif warm_start is not None:
             pretrain(model, warm_start, epochs=settings.warm_start_epochs, learning_rate=settings.warm_start_learning_rate)
+            if settings.beat == "imitation":
+                imitated = extract(model)
+                assert isinstance(imitated, Network)
+                run.beat(imitated, environments)
         with _logging(model, log):
             for segment in range(found.segments if found else 0, settings.segments):
                 run.segment(segment, progress, observe)
@@ -197,7 +201,13 @@ class _Run:
         self._statistics = RunningStatistics()
         self._probes: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._seconds = 0.0
+        self._beaten: Network | None = None
         self.curve: list[dict[str, float | None]] = []
+
+    def beat(self, network: Network, environments: VecEnv) -> None:
+        """Count the reward against what a network does."""
+        self._beaten = network
+        environments.beat(Imitator(network))  # type: ignore[attr-defined]
 
     def segment(self, number: int, progress: Progress | None, observe: Observe | None) -> None:
         """Make the rollouts and updates of a segment."""
@@ -256,6 +266,8 @@ class _Run:
         for index, state in policy.optimizer.state_dict()["state"].items():
             tensors |= {f"{_ADAM}{index}.{name}": value.numpy() for name, value in state.items()}
         tensors |= {_SEEN + name: np.asarray(value) for name, value in vars(self._statistics).items()}
+        if self._beaten is not None:
+            tensors |= {_BEATEN + name: value for name, value in self._beaten.tensors().items()}
         values = {
             "steps": self._model.num_timesteps,
             "updates": self._model._n_updates,
@@ -264,8 +276,10 @@ class _Run:
         }
         return Checkpoint(segments, values, {**tensors, _PROBES: self._probes})
 
-    def restore(self, found: Checkpoint) -> None:
+    def restore(self, found: Checkpoint, environments: VecEnv) -> None:
         """Take over what :meth:`checkpoint` returned."""
+        if beaten := {name.removeprefix(_BEATEN): value for name, value in _named(found.tensors, _BEATEN)}:
+            self.beat(Network.from_tensors(beaten), environments)
         policy = self._model.policy
         policy.load_state_dict(
             {name.removeprefix(_POLICY): torch.from_numpy(value) for name, value in _named(found.tensors, _POLICY)}

@@ -8,6 +8,7 @@ many lanes there are does not matter. Imports torch, as stable-baselines3 does.
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -19,7 +20,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from envs.knob_batch import to_array
 from envs.lanes import INFO_KEYS, Lanes, Windows
 from envs.observation import DIM, HIGH, LOW, Observation
-from envs.task import Task
+from envs.task import Reference, Task
 from serving.knobs import Knobs, KnobSpace
 
 
@@ -188,6 +189,10 @@ class CacheTuningVecEnv(VecEnv):
         if len(wanted) != self.num_envs:
             raise ValueError(f"CacheTuningVecEnv: step_knobs: expected knobs for {self.num_envs} lanes, got {len(wanted)}")
         return self._told(lanes, lanes.move(to_array(wanted)))
+
+    def beat(self, reference: Reference) -> None:
+        """Let the reward be counted against another reference from the next :meth:`reset` on."""
+        self.task = replace(self.task, reference=reference)
 
     def observation(self, lane: int) -> Observation:
         """Return the whole observation behind a lane's last vector: for policies that need more than the vector.

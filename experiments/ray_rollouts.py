@@ -51,6 +51,10 @@ class RolloutActor:
         """Return observation and action space."""
         return self._environments.observation_space, self._environments.action_space
 
+    def beat(self, reference: Any) -> None:
+        """Count rewards against another reference from the next start on."""
+        self._environments.beat(reference)  # type: ignore[attr-defined]
+
     def start(self, seed: int) -> npt.NDArray[np.float32]:
         """Seed the lanes with ``seed``, ``seed + 1``, ... and return their first observations."""
         self._environments.seed(seed)
@@ -135,6 +139,7 @@ class RayVecEnv(VecEnv):
         parts = np.array_split(np.arange(lanes), min(actors, lanes))
         self._shares = [_Share(int(part[0]), len(part), self._class.remote(make, len(part))) for part in parts]
         self._pending: list[Any] = []
+        self._reference: Any = None
         observation_space, action_space = ray.get(self._shares[0].actor.spaces.remote())
         super().__init__(lanes, observation_space, action_space)
 
@@ -152,6 +157,12 @@ class RayVecEnv(VecEnv):
         self._reset_seeds()
         pending = [share.actor.start.remote(share.seed) for share in self._shares]
         return np.concatenate([self._first(share, reference) for share, reference in zip(self._shares, pending, strict=True)])
+
+    def beat(self, reference: Any) -> None:
+        """Count rewards against another reference from the next reset on; what replaces an actor does so too."""
+        self._reference = reference
+        for share in self._shares:
+            share.actor.beat.remote(reference)  # an actor's calls run in order
 
     def step_async(self, actions: npt.NDArray[Any]) -> None:
         """Begin a step of all lanes, shape (lanes, 3)."""
@@ -240,6 +251,8 @@ class RayVecEnv(VecEnv):
                 f"another replays the {max(0, len(share.recorded) - 1)} steps since the segment began"
             )
         share.actor = self._class.remote(self._make, share.lanes)
+        if self._reference is not None:
+            share.actor.beat.remote(self._reference)
 
     def _chosen(self, indices: Any) -> list[tuple[_Share, int]]:
         return [

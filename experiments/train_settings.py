@@ -226,6 +226,10 @@ def runs(settings: TrainSettings) -> list[Run]:
     return found
 
 
+_SCRATCH = {"beat": "task", "hold_noise": 0, "log_std_init": -1.5, "learning_rate": 1e-3, "clip_range": 0.2, "gamma": 0.97}
+"""Of a policy that has imitated nobody: it has to take larger steps."""
+
+
 def _varied(settings: TrainSettings, variant: Variant) -> TrainSettings:
     ppo, update = settings.ppo, dict[str, Any]()
     if variant == "no-curve":
@@ -239,11 +243,11 @@ def _varied(settings: TrainSettings, variant: Variant) -> TrainSettings:
     elif variant == "no-warmup":
         update = {"radius": (*settings.radius[:2], 0.0)}
     elif variant == "recurrent":
-        update = {"ppo": ppo.model_copy(update={"recurrent": True}), "warm_start": None, "imitate": False}
+        update = {"ppo": ppo.model_copy(update={**_SCRATCH, "recurrent": True}), "warm_start": None, "imitate": False}
     elif variant == "imitation":
-        update = {"ppo": ppo.model_copy(update={"total_steps": 1, "learning_rate": 1e-12})}
+        update = {"ppo": ppo.model_copy(update={"total_steps": 1, "critic_rollouts": 1})}
     elif variant == "no-imitation":
-        update = {"imitate": False, "ppo": ppo.model_copy(update={"log_std_init": -1.5, "learning_rate": 1e-3})}
+        update = {"imitate": False, "ppo": ppo.model_copy(update=_SCRATCH)}
     elif variant == "no-foresight":
         update = {"hidden": tuple(dict.fromkeys([*settings.hidden, "foresight"]))}
     elif variant == "article":
