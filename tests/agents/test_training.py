@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from agents.checkpoint import CheckpointError
-from agents.imitation import Demonstrations
+from agents.imitation import Demonstrations, Imitator
 from agents.network import Network, RecurrentNetwork
 from agents.settings import PPOSettings
 from agents.training import Trained, train_ppo
@@ -226,3 +226,65 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     shown = {"rollout/reward", "train/entropy", "train/approx_kl", "train/explained_variance", "train/learning_rate"}
     assert shown | {"time/steps_per_second"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("rollout/reward")] == [32, 64, 96, 128, 160, 192]
+
+
+class Beaten(DummyVecEnv):
+    """Notes whom its rewards are to be counted against."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([Target] * count)
+        self.references: list[Imitator] = []
+
+    def beat(self, reference: Imitator) -> None:
+        self.references.append(reference)
+
+
+def shown() -> Demonstrations:
+    seen = observations(256)
+    return Demonstrations(seen, np.tile(np.array([[0.25, 0.75, -0.5]], np.float32), (256, 1)), np.ones(256, np.float32))
+
+
+def test_ppo_can_be_told_to_beat_what_imitation_gave_also_after_a_resume(tmp_path: Path) -> None:
+    settings = SHORT.model_copy(update={"beat": "imitation", "critic_rollouts": 1})
+    made: list[Beaten] = []
+
+    def environments(count: int) -> Beaten:
+        made.append(Beaten(count))
+        return made[-1]
+
+    whole = train_ppo(environments, settings, seed=1, warm_start=shown())
+    with pytest.raises(KilledError):
+        train_ppo(environments, settings, seed=1, warm_start=shown(), checkpoints=tmp_path, observe=killed_after(3))
+    resumed = train_ppo(environments, settings, seed=1, warm_start=shown(), checkpoints=tmp_path)
+    assert same_weights(whole, resumed)
+    seen = observations(5)
+    acted = [environment.references[-1].act(seen) for environment in made]
+    assert all(len(environment.references) == 1 for environment in made)
+    assert np.array_equal(acted[0], acted[1])
+    assert np.array_equal(acted[0], acted[2])
+    # What one lane does depends on no other.
+    assert np.array_equal(made[0].references[0].act(seen[2:3])[0], acted[0][2])
+
+
+def test_at_first_only_the_value_function_learns_after_imitation() -> None:
+    imitation = SHORT.model_copy(update={"critic_rollouts": SHORT.rollouts})
+    shorter = imitation.model_copy(update={"total_steps": SHORT.rollout})
+    assert same_weights(
+        train_ppo(targets, imitation, seed=1, warm_start=shown()), train_ppo(targets, shorter, seed=1, warm_start=shown())
+    )
+    moved = train_ppo(targets, SHORT.model_copy(update={"critic_rollouts": 1}), seed=1, warm_start=shown())
+    assert not same_weights(moved, train_ppo(targets, shorter, seed=1, warm_start=shown()))
+
+
+def test_without_imitation_the_actor_learns_from_the_first_update() -> None:
+    settings = SHORT.model_copy(update={"critic_rollouts": SHORT.rollouts})
+    assert same_weights(train_ppo(targets, settings, seed=1), train_ppo(targets, SHORT, seed=1))
+
+
+def test_exploration_that_is_held_repeats_from_its_seed_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    settings = SHORT.model_copy(update={"hold_noise": 8, "log_std_init": -2.0})
+    whole = train_ppo(targets, settings, seed=1)
+    with pytest.raises(KilledError):
+        train_ppo(targets, settings, seed=1, checkpoints=tmp_path, observe=killed_after(3))
+    assert same_weights(whole, train_ppo(targets, settings, seed=1, checkpoints=tmp_path))
+    assert not same_weights(whole, train_ppo(targets, SHORT, seed=1))

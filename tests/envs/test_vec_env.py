@@ -241,3 +241,37 @@ def test_an_absent_ghost_leaves_the_lane_holding() -> None:
     assert env.get_attr("knobs") == before
     assert not env.observation(0).valid("anchor_size")
     assert not env.observation(0).valid("regret")
+
+
+class Steady:
+    """Acts in the same way whatever it sees."""
+
+    def __init__(self, action: tuple[float, float, float]) -> None:
+        self.action = np.array(action, np.float32)
+
+    def act(self, vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.tile(self.action, (len(vectors), 1))
+
+
+def test_whoever_acts_as_the_reference_does_gains_and_loses_nothing() -> None:
+    same = (0.5, -0.25, 0.25)
+    environment, _ = started(3, reference=Steady(same))
+    moved = np.zeros(3)
+    for _ in range(8):
+        _, rewards, _, _ = environment.step(np.tile(np.array(same, np.float32), (3, 1)))
+        assert np.all(rewards == 0.0)
+    for _ in range(8):
+        _, rewards, _, _ = environment.step(np.tile(np.array([-1.0, -1.0, 0.0], np.float32), (3, 1)))
+        moved += np.abs(rewards)
+    assert np.all(moved > 0)
+
+
+def test_another_reference_counts_from_the_next_reset() -> None:
+    same = (0.5, -0.25, 0.25)
+    environment, _ = started(2)
+    environment.beat(Steady(same))
+    environment.seed(7)
+    environment.reset()
+    for _ in range(6):
+        _, rewards, _, _ = environment.step(np.tile(np.array(same, np.float32), (2, 1)))
+        assert np.all(rewards == 0.0)
