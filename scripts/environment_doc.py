@@ -135,12 +135,11 @@ def _action() -> list[str]:
         ## Action
 
         `Box(-1, 1, (3,), float32)`: size, TTL, warm-up ratio as a residual around the anchor, the optimum of the smoothed ghost
-        curve
-        under the prices. 1 stands for {_steps(RADIUS)} grid steps; residuals are rounded to {RESOLUTION:g} of a step, and 0 is
-        the
-        anchor itself. Without a trustworthy curve the knobs are held. One interval moves the knobs by at most
-        {_steps(MAX_STEPS)} grid
-        steps, and never beyond the bounds of the knob space. An action that is not three finite numbers is refused.
+        curve under the prices. 1 stands for {_steps(RADIUS)} grid steps; residuals are rounded to {RESOLUTION:g} of a step, and
+        0 is the anchor itself. `actions=ActionMap(radius=...)` reaches farther or leaves a knob alone (0);
+        `ActionMap("absolute")` makes an action a position on the whole grid, for ablation. Without a trustworthy curve the
+        knobs are held. One interval moves the knobs by at most {_steps(MAX_STEPS)} grid steps, and never beyond the bounds of
+        the knob space. An action that is not three finite numbers is refused.
         """
     )
 
@@ -152,12 +151,14 @@ def _reward() -> list[str]:
 
         The reward is the reference's cost of the window less ours, in US dollars per 1,000 requests, exactly:
         `info["reference_cost"]["total"] - info["cost"]["total"]`, and 0 for a window without requests. The reference is `curve`
-        (always
-        goes to the anchor of its own cache), `hold` (the initial knobs for ever) or any function of its observation.
+        (always goes to the anchor of its own cache), `hold` (the initial knobs for ever), any function of its observation, or
+        whatever acts as the learner does (`act(vectors)`).
 
         `reward="relative"`, which training uses, divides the dollars saved in the window by the reference's mean cost of an
-        interval
-        and clips to {REWARD_LIMIT:g}: scenarios of any price weigh the same.
+        interval and clips to {REWARD_LIMIT:g}: scenarios of any price weigh the same.
+
+        A `Task` with `taped=True` computes a trace's ghost once and keeps its windows: training is several times faster.
+        `hidden=(...)` takes components of the observation away, by name or by group (`curve`, `foresight`).
         """
     )
     terms = [f"| `{name}` | {TERMS[name]} |" for name in COST_TERMS]
