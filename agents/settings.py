@@ -1,4 +1,4 @@
-"""Settings of the policies and of their training."""
+"""Settings of the training of policies."""
 
 from __future__ import annotations
 
@@ -102,11 +102,3 @@ class PPOSettings(BaseModel):
         """Return these settings under another profile, whose values replace what was given for them."""
         kept = self.model_dump(include=self.model_fields_set - set(PROFILES[profile]) - {"profile"})
         return PPOSettings(**kept, profile=profile)
-
-
-class AgentSettings(BaseModel):
-    """The policies."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ppo: PPOSettings = PPOSettings()

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agents.settings import AgentSettings
 from agents.supervised import Supervision
 from envs.objective import Prices
 from envs.settings import EnvsSettings
@@ -111,7 +110,6 @@ class Settings(_Section):
     gateway: GatewaySettings = GatewaySettings()
     llm_sim: LlmSimSettings = LlmSimSettings()
     envs: EnvsSettings = EnvsSettings()
-    agents: AgentSettings = AgentSettings()
     experiments: ExperimentsSettings = ExperimentsSettings()
     tuner: TunerSettings = TunerSettings()
 
