@@ -20,7 +20,7 @@ from serving.knobs import KnobSpace
 PRETRAINED = Path(__file__).parent / "pretrained"
 """Policies that are shipped, by name."""
 
-DEFAULT = "sessions"
+DEFAULT = "suites"
 """The shipped policy that ``ppo`` means."""
 
 _TOLD = 3

@@ -141,7 +141,7 @@ class SupervisedPolicy:
 
     @property
     def name(self) -> str:
-        """The policy's own name, and that it is supervised: ``ppo:sessions (supervised)``."""
+        """The policy's own name, and that it is supervised: ``ppo:suites (supervised)``."""
         return f"{self.policy.name} (supervised)"
 
     @property

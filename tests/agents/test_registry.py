@@ -132,7 +132,7 @@ def test_a_directory_is_a_trained_policy(tmp_path: Path) -> None:
         ("curve:x", "expected a number"),
         ("curve:2", "expected a share"),
         ("ppo:nobody", "no such shipped policy"),
-        ("ppo:sesions", "did you mean ppo:sessions"),
+        ("ppo:siutes", "did you mean ppo:suites"),
         ("/nowhere/at/all", "or a directory"),
     ],
 )

@@ -58,13 +58,13 @@ def test_the_live_display_shows_every_figure_whole(width: int) -> None:
     console = terminal(width)
     with LiveView(console) as view:
         view.stage("starting")
-        view.planned(plan(sessions(1500, 100, seed=0), 30.0), "ppo:sessions")
+        view.planned(plan(sessions(1500, 100, seed=0), 30.0), "ppo:suites")
         for index in range(1, 30):
             view.interval(turn(index))
         view.answered(ReplayedRequest(0, 0.0, 0.0, 0.1, 200, "HIT", "memory", "control", ""), 12.0)
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     last = drawn[drawn.rindex("interval 29") :]
-    for text in ("control", "ppo:sessions", "static LRU", "69.0%", "1.23 s", "$0.410", "11.5 MiB · 5.6 min · 25%", "1 of 1,500"):
+    for text in ("control", "ppo:suites", "static LRU", "69.0%", "1.23 s", "$0.410", "11.5 MiB · 5.6 min · 25%", "1 of 1,500"):
         assert text in last, last
     assert "…" not in last
 

@@ -159,7 +159,7 @@ def test_without_a_usable_shipped_policy_the_curve_rules_and_a_warning_says_why(
     assert "trained for another observation" in said[0]
     assert "the curve" in said[0]
     with pytest.raises(CommandError, match="trained for another observation"):
-        ruling_policy("ppo:sessions", TunerSettings(), pytest.fail)
+        ruling_policy("ppo:suites", TunerSettings(), pytest.fail)
 
 
 def test_a_name_that_means_nothing_is_refused() -> None:
