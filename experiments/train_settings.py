@@ -17,6 +17,7 @@ from agents.settings import PPOSettings
 from envs.action import RADIUS, ActionMap
 from envs.observation import mask_of
 from envs.task import Randomisation
+from experiments.units import InputError
 
 Workload = Literal["sessions", "traces", "suites"]
 Variant = Literal[
@@ -259,19 +260,19 @@ def load_train_settings(path: Path) -> TrainSettings:
     """Read the settings from a YAML file.
 
     Raises:
-        ValueError: If it cannot be read, or a key or value is not as expected; the text names it.
+        InputError: If it cannot be read, or a key or value is not as expected; the text names it.
     """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"training settings {path}: expected a readable YAML file: {error}") from error
+        raise InputError(f"training settings {path}: expected a readable YAML file: {error}") from error
     if not isinstance(tree, dict | None):
-        raise ValueError(f"training settings {path}: expected a mapping at the top, got {type(tree).__name__}")
+        raise InputError(f"training settings {path}: expected a mapping at the top, got {type(tree).__name__}")
     try:
         return TrainSettings.model_validate(tree or {})
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in error.errors()]
-        raise ValueError(f"training settings {path}: " + "; ".join(lines)) from error
+        raise InputError(f"training settings {path}: " + "; ".join(lines)) from error
 
 
 def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
@@ -282,14 +283,14 @@ def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
         values: By name; None and empty lists change nothing.
 
     Raises:
-        ValueError: If a value is out of its range.
+        InputError: If a value is out of its range.
     """
     given = {name: value for name, value in values.items() if value not in (None, [])}
     try:
         return TrainSettings.model_validate({**settings.model_dump(exclude_unset=True), **given}) if given else settings
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in error.errors()]
-        raise ValueError("training: " + "; ".join(lines)) from error
+        raise InputError("training: " + "; ".join(lines)) from error
 
 
 def code_digest() -> str:

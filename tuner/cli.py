@@ -169,9 +169,14 @@ def train(
     """
     from experiments.train import train as run_training
     from experiments.train_settings import changed, load_train_settings
+    from tuner.errors import CommandError
 
     settings = changed(load_train_settings(config), output=output, seeds=seed, variants=variant, traces_dir=traces)
-    paths = run_training(settings, command=_command(), console=err, fresh=fresh, ray=ray or None)
+    try:
+        paths = run_training(settings, command=_command(), console=err, fresh=fresh, ray=ray or None)
+    except ValueError as error:
+        # Checkpoints of another training, demonstrations or traces that cannot be used: told as python -m experiments.train does.
+        raise CommandError(f"train: {error}") from error
     if as_json:
         found = [{"artifact": str(path), "card": json.loads((path / "card.json").read_text(encoding="utf-8"))} for path in paths]
         sys.stdout.write(json.dumps(found, indent=2) + "\n")

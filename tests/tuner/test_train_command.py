@@ -1,0 +1,64 @@
+"""`cachepilot train` as a command: what it cannot do is one message and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import experiments.train
+from agents.checkpoint import CheckpointError
+from agents.imitation import Demonstrations
+from tuner.cli import main
+
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    def run(*arguments: object, code: int) -> str:
+        monkeypatch.setattr(sys, "argv", ["cachepilot", "train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == code
+        return " ".join(capsys.readouterr().err.split())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("seeds: []", "seeds = []"), ("nmae: x", "nmae = 'x'"), ("a: [", "expected a readable YAML file"), ("- x", "a mapping")],
+)
+def test_bad_settings_are_a_fault_of_usage(refused: Refusal, text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    told = refused("--config", path, code=2)
+    assert told.startswith("error: training settings")
+    assert words in told
+
+
+def test_an_unknown_variant_is_a_fault_of_usage(refused: Refusal, tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("name: good")
+    assert "variants.0 = 'best'" in refused("--config", path, "--variant", "best", code=2)
+
+
+def test_what_stands_in_the_way_of_a_training_is_told(refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("name: good")
+
+    def begun_before(*arguments: object, **named: object) -> list[Path]:
+        raise CheckpointError("000003: begun by another training: begin anew (--fresh)")
+
+    def unreadable(*arguments: object, **named: object) -> list[Path]:
+        Demonstrations.load(tmp_path / "nowhere.safetensors")
+        return []
+
+    for run, words in ((begun_before, "begin anew (--fresh)"), (unreadable, "nowhere.safetensors: expected a safetensors file")):
+        monkeypatch.setattr(experiments.train, "train", run)
+        told = refused("--config", path, "--output", tmp_path, code=1)
+        assert told.startswith("error: train: ")
+        assert words in told
