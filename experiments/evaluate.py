@@ -65,6 +65,7 @@ def evaluate(
     jobs: int = 1,
     command: str = "cachepilot evaluate",
     options: str = "",
+    drawn: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Results:
     """Run every row on every case with every seed.
@@ -75,16 +76,19 @@ def evaluate(
         jobs: Processes that the cases are shared out to; the results do not depend on it.
         command: What was typed.
         options: What else has to be typed to make a row again.
+        drawn: A case that will be asked for by name and so has to be among those that are run.
         progress: Called with the case that is done, the number of those that are, and of all.
 
     Raises:
-        InputError: If a row or a suite is unknown, or there is no case.
+        InputError: If a row, a suite or the case is unknown, or there is no case.
         agents.artifact.ArtifactError: If a trained policy does not load.
         EvaluationError: If a case cannot be run.
     """
     rows, left_out = resolve_rows(settings)
     known = {row.label: row for row in settings.rows}
     chosen = chosen_cases(cases(), settings.suites)
+    if drawn is not None and drawn not in {case.name for case in chosen}:
+        raise InputError(f"case {drawn!r}: expected one of {', '.join(case.name for case in chosen)}")
     outcomes: dict[str, CaseOutcome] = {}
     for outcome in _outcomes(settings, rows, cases, chosen, jobs):
         outcomes[outcome.case.name] = outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from envs.objective import COST_TERMS
 from experiments.evaluation_rows import EvaluationSettings
@@ -82,6 +83,13 @@ class RunRecord(_Record):
     p99: float | None
     knobs: list[tuple[float, float, float]] = []
     interval_hits: list[float] = []
+
+    @field_validator("terms")
+    @classmethod
+    def _complete(cls, terms: dict[str, float]) -> dict[str, float]:
+        if missing := [term for term in COST_TERMS if term not in terms]:
+            raise ValueError(f"expected all terms of the cost; without: {', '.join(missing)}")
+        return terms
 
     @classmethod
     def of(cls, row: str, case: str, seed: int | None, run: Run) -> RunRecord:
@@ -154,7 +162,7 @@ class Results(_Record):
     settings: EvaluationSettings
     versions: dict[str, str]
     left_out: list[str]
-    cases: list[CaseRecord]
+    cases: list[CaseRecord] = Field(min_length=1)
     rows: list[RowRecord]
     runs: list[RunRecord]
     recoveries: list[RecoveryRecord]
@@ -188,7 +196,7 @@ def load_results(path: Path) -> Results:
     try:
         data = path.read_bytes()
         tree = orjson.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise InputError(f"results {path}: expected the JSON that cachepilot evaluate --results writes: {error}") from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__

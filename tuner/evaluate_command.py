@@ -69,10 +69,11 @@ def evaluate(
 
     out, err = Console(), Console(stderr=True)
     for name, path in (("--output", output), ("--results", results)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            # Before the work, which may take long.
-            what = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        # Before the work, which may take long.
+        if path is not None and (what := _unwritable(path)):
             raise InputError(f"{name} {str(path)!r}: expected a file that can be written, but {what}: name another")
+    if output is not None and results is not None and output.resolve() == results.resolve():
+        raise InputError(f"--output, --results: expected two files, got {str(output)!r} for both: one would overwrite the other")
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     if source is not None:
         if rows or traces or suite or config or seed is not None or length is not None:
@@ -80,7 +81,7 @@ def evaluate(
         found = load_results(source)
     else:
         try:
-            found = _run(rows or [], traces, suite, config, jobs, seed, length, command, err)
+            found = _run(rows or [], traces, suite, config, jobs, seed, length, command, case, err)
         except EvaluationError as error:
             raise CommandError(f"evaluate: {error}") from error
     if results is not None:
@@ -99,6 +100,17 @@ def evaluate(
     for name, path in pages.items():
         if path is not None:
             out.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _unwritable(path: Path) -> str:
+    """Return in words why a file cannot be written; empty if it seems that it can."""
+    if path.is_dir():
+        return "it is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "writing there is not permitted"
+    return ""
 
 
 def report(found: Any) -> dict[str, Any]:
@@ -174,6 +186,7 @@ def _run(
     seed: int | None,
     length: int | None,
     command: str,
+    case: str | None,
     err: Console,
 ) -> Any:
     from experiments.evaluate import evaluate as run
@@ -197,7 +210,7 @@ def _run(
         ]
     )
     with _progress(err) as told:
-        return run(settings, partial(held_out, folder), jobs=jobs, command=command, options=options, progress=told)
+        return run(settings, partial(held_out, folder), jobs=jobs, command=command, options=options, drawn=case, progress=told)
 
 
 @contextmanager

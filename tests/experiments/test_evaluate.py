@@ -124,6 +124,28 @@ def test_what_is_no_results_is_refused_by_name(text: str, words: str, tmp_path: 
     assert words in str(caught.value)
 
 
+def test_results_that_were_damaged_on_the_way_are_refused(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "results.json.gz"
+    results.save(path)
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:40] + bytes(40) + whole[80:], whole[:15] + b"\xff" * 10 + whole[25:]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"results\.json\.gz: expected the JSON"):
+            load_results(path)
+
+
+def test_results_without_a_case_or_a_term_of_the_cost_are_refused(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    first = results.runs[0]
+    for changes, words in (
+        ({"cases": [], "runs": [], "recoveries": []}, "cases: List should have at least 1 item"),
+        ({"runs": [first.model_copy(update={"terms": {"tokens": 1.0}})]}, "expected all terms of the cost; without: "),
+    ):
+        results.model_copy(update=changes).save(path)
+        with pytest.raises(InputError, match=words):
+            load_results(path)
+
+
 def test_a_row_is_compared_on_the_same_requests_and_the_same_ghost(results: Results) -> None:
     names = ["calm", "tide-2", "tide-3"]
     ours, theirs = results.costs("moved", names), results.costs("smoothed curve", names)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import experiments.evaluate
 import experiments.suites
 from agents.artifact import ArtifactError
 from experiments.units import InputError
@@ -99,3 +101,20 @@ def test_what_cannot_be_written_or_shown_is_refused_before_the_work(config: Path
     assert "nothing is run" in refused("--from", tmp_path / "results.json", "--seed", 3)
     assert "expected the JSON that cachepilot evaluate --results writes" in refused("--from", tmp_path / "none.json")
     assert "suite 'nope': expected all" in refused("--config", config, "--suite", "nope")
+
+
+def test_a_case_that_is_not_among_those_that_are_run_is_told_before_the_work(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments.evaluate, "run_case", lambda *arguments: pytest.fail("work was begun"))
+    told = refused("--config", config, "--output", tmp_path / "page.html", "--case", "tide-9")
+    assert told == "case 'tide-9': expected one of calm, tide-2, tide-3"
+
+
+def test_files_that_cannot_be_written_are_told_before_the_work(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = tmp_path / "one.json"
+    assert "expected two files" in refused("--config", config, "--output", both, "--results", both)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    assert "writing there is not permitted" in refused("--config", config, "--output", tmp_path / "page.html")
