@@ -431,7 +431,13 @@ def _write_card(directory: Path, text: str) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in one step: whoever reads sees the old one or the new one, after a power cut too."""
+    """Write a file in one step: whoever reads sees the old one or the new one, after a power cut too.
+
+    Raises:
+        OSError: If it cannot be written, or something that is no file, such as a device, is there and would be replaced.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: expected a file that can be replaced, but it is a directory or a device: name another")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

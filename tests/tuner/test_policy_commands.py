@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def test_export_writes_a_graph_that_is_the_policy(directory: Path, tmp_path: Pat
     assert (result["policy"], result["kind"], result["bytes"]) == ("one", "feedforward", path.stat().st_size)
     assert {entry.key: entry.value for entry in onnx.load(path).metadata_props}["name"] == "one"
     assert "written to" in runner.invoke(policy_app, ["export", str(directory), "--onnx", str(path)]).stdout
+
+
+def test_export_does_not_put_a_file_in_the_place_of_a_device_or_a_directory(directory: Path, tmp_path: Path) -> None:
+    module("onnx")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        failed = runner.invoke(policy_app, ["export", str(directory), "--onnx", str(path)])
+        assert isinstance(failed.exception, OSError)
+        assert "expected a file that can be replaced" in str(failed.exception)
+    assert pipe.is_fifo()
 
 
 def test_export_without_onnx_says_what_to_install(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
