@@ -183,6 +183,8 @@ def _static(name: str, text: str) -> Policy:
         raise ValueError(f"policy {name!r}: expected static:<size>,<ttl>[,<warm-up ratio>], for example static:64MiB,3600,0.1")
     size, unit = _split_size(name, parts[0])
     ttl = math.inf if parts[1].strip() == "inf" else _number(name, parts[1])
+    if not math.isfinite(size * unit):
+        raise ValueError(f"policy {name!r}: size {parts[0]!r}: expected a finite number of bytes")
     return StaticPolicy(Knobs(round(size * unit), ttl, _number(name, parts[2]) if len(parts) == 3 else 0.0))
 
 

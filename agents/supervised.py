@@ -307,7 +307,7 @@ def _ask(policy: Policy, observation: Observation) -> tuple[Proposal | None, str
         knobs, space = proposal.knobs, observation.space
         if not (math.isfinite(knobs.ttl) and space.contains(knobs)):
             return None, f"it proposed knobs that are out of the space: {knobs}"
-        return proposal, ""
+        return replace(proposal, details=dict(proposal.details)), ""
     except Exception as error:  # noqa: BLE001 - whatever a policy fails with, the cache has to be tuned on
         return None, f"it failed: {type(error).__name__}: {error}"
 

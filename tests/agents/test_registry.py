@@ -124,6 +124,7 @@ def test_a_directory_is_a_trained_policy(tmp_path: Path) -> None:
         ("ttl-rule:base=inf", "expected a finite number"),
         ("ttl-approximation:coverage=0", r"coverage: expected a share in \(0, 1\]"),
         ("static:1e999,30", "size '1e999': expected a finite number"),
+        ("static:1e308GiB,30", "size '1e308GiB': expected a finite number of bytes"),
         ("static:", "expected static:<size>,<ttl>"),
         ("static:ten,30", "size 'ten': expected bytes or a number"),
         ("static:1MiB,-1", "expected seconds > 0"),

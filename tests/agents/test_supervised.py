@@ -182,6 +182,12 @@ def test_what_no_cache_can_run_is_benched_at_once(choose: Callable[[int, Observa
     assert SPACE.contains(proposal.knobs)
 
 
+def test_details_that_are_no_mapping_are_the_policys_fault_and_do_not_stop_the_loop() -> None:
+    broken: Any = None
+    loop = Loop(SupervisedPolicy(Scripted(lambda asked, seen: Proposal(KNOBS, "why", broken)), supervision=QUICK))
+    assert "scripted benched now, another try in 5: it failed: TypeError" in loop.turn().reason
+
+
 def test_it_holds_where_not_even_the_fallback_can_be_asked() -> None:
     loop = Loop(SupervisedPolicy(failing(0), Scripted(lambda asked, seen: 1 / 0, "spare"), QUICK))
     proposal = loop.turn()
