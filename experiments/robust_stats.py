@@ -187,8 +187,10 @@ def probability_of_improvement(
         return Interval(value)
     our_seed, case = picks(left.shape[0], left.shape[1], scheme, replicates=replicates, seed=seed)
     their_seed, _ = picks(right.shape[0], right.shape[1], scheme, replicates=replicates, seed=seed + 1)
-    draws = wins[our_seed[:, :, None, :], their_seed[:, None, :, :], case[:, :1, None, :]]
-    return _interval(value, draws.mean(axis=(1, 2, 3)), confidence)
+    # One replicate at a time: all of them together are gigabytes where both sides have many seeds.
+    drawn = zip(our_seed, their_seed, case, strict=True)
+    draws = [wins[ours_drawn[:, None, :], theirs_drawn, cases[:1]].mean() for ours_drawn, theirs_drawn, cases in drawn]
+    return _interval(value, np.array(draws), confidence)
 
 
 def optimality_gap(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from scipy import stats
 from experiments.robust_stats import (
     CROSSED,
     NESTED,
+    REPLICATES,
     WITHIN,
     Scheme,
     bootstrap,
@@ -195,3 +197,13 @@ def test_intervals_of_single_cases_are_students() -> None:
 def test_scores_that_are_no_table_of_finite_numbers_are_refused(scores: object) -> None:
     with pytest.raises(ValueError, match=r"finite numbers of shape \(seeds, cases\)"):
         bootstrap(scores)  # type: ignore[arg-type]
+
+
+def test_many_seeds_on_both_sides_do_not_need_memory_for_all_replicates_at_once() -> None:
+    costs = np.random.default_rng(1).random((2, 12, 20))
+    tracemalloc.start()
+    found = probability_of_improvement(costs[0], costs[1])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.low < found.value < found.high
+    assert peak < 12 * 12 * 20 * 8 * REPLICATES / 4
