@@ -150,12 +150,15 @@ class SupervisedPolicy:
         return self._left > 0
 
     def reset(self) -> None:
-        """Forget everything: the policy is in charge again."""
-        self.policy.reset()
+        """Forget everything: the policy is in charge again; benched if it cannot even do that."""
         self.fallback.reset()
         self._walker.reset()
         self._meter.reset()
         self._start()
+        try:
+            self.policy.reset()
+        except Exception as error:  # noqa: BLE001 - as when it is asked
+            self._bench(f"its reset failed: {type(error).__name__}: {error}")
 
     def _start(self) -> None:
         self._evidence: deque[tuple[float, float]] = deque(maxlen=self.supervision.window)

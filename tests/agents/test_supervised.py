@@ -188,6 +188,15 @@ def test_details_that_are_no_mapping_are_the_policys_fault_and_do_not_stop_the_l
     assert "scripted benched now, another try in 5: it failed: TypeError" in loop.turn().reason
 
 
+def test_a_policy_that_cannot_be_reset_is_benched_and_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Scripted(lambda asked, seen: KNOBS)
+    loop = Loop(SupervisedPolicy(policy, supervision=QUICK))
+    monkeypatch.setattr(policy, "reset", lambda: 1 / 0)
+    loop.policy.reset()
+    assert loop.policy.benched
+    assert "its reset failed: ZeroDivisionError" in loop.turn().reason
+
+
 def test_it_holds_where_not_even_the_fallback_can_be_asked() -> None:
     loop = Loop(SupervisedPolicy(failing(0), Scripted(lambda asked, seen: 1 / 0, "spare"), QUICK))
     proposal = loop.turn()
