@@ -218,7 +218,7 @@ def _settings_table(advice: Advice) -> Table:
     table = Table(
         box=None,
         pad_edge=False,
-        title="USD per 1,000 requests; hits, P99 and what is saved of the held-out part",
+        title="USD per 1,000 requests; hits and P99 held out; saved: by the recommendation, against each",
         title_justify="left",
     )
     for name in ("", "size, ttl", "hits", "P99", "chosen on", "held out", "whole", "saved"):
