@@ -205,7 +205,7 @@ def replay(
     settings = _settings(config).experiments.replay
     workload = load(trace, limit=limit).compress(speed)
     rate = len(workload) / max(workload.duration, 1e-9)
-    err.print(f"{len(workload):,} requests in {workload.duration:,.0f} s: {rate:,.1f} a second", markup=False)
+    err.print(f"sending {len(workload):,} requests in {workload.duration:,.0f} s: {rate:,.1f} a second", markup=False)
     counts = {"answered": 0, "failed": 0}
 
     async def send(show: Callable[[str], None]) -> Any:
