@@ -45,7 +45,7 @@ from tuner.demo_plan import DemoPlan, plan
 from tuner.errors import CommandError
 from tuner.loop import Interval, LoopSettings, Tuner
 from tuner.policies import ruling_policy
-from tuner.stopping import set_within, signals_to
+from tuner.stopping import remembered_interrupts, set_within, signals_to
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
     planned = plan(trace, traffic_estimate)
     options.directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_sigterm_as_interrupt())
+        interrupts = stack.enter_context(remembered_interrupts())
         view.stage("starting Redis")
         redis = stack.enter_context(RedisServer())
         view.stage("starting the simulated model")
@@ -168,7 +168,9 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
         model = stack.enter_context(LlmSimProcess(sized))
         view.stage("starting the gateway on Ray Serve")
         gateway_settings = _gateway_settings(planned, redis.url, model.base_url, options)
+        interrupts.check()
         gateway = stack.enter_context(start_gateway(gateway_settings, metrics_interval=SCRAPE_INTERVAL))
+        interrupts.check()
         prices = replace(settings.prices, time_scale=planned.compression)
         ledger = stack.enter_context(Ledger(f"sqlite:///{options.directory / 'ledger.db'}"))
         experiment = Experiment(
@@ -315,20 +317,6 @@ class _Run:
             signals.close()
             await store.close()
         return not interrupted.is_set()
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that what was started is ended."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _gateway_settings(planned: DemoPlan, redis_url: str, base_url: str, options: DemoOptions) -> GatewaySettings:

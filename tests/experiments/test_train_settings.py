@@ -26,15 +26,21 @@ def test_each_variant_changes_what_it_says() -> None:
     assert (absolute.actions.kind, absolute.ppo.initial_action) == ("absolute", (0.0, 0.0, 0.0))
     assert only("no-warmup", radius=[3, 2, 2]).settings.actions.radius == (3.0, 2.0, 0.0)
     assert only("recurrent").settings.ppo.recurrent
-    plain = only("no-randomisation", workload="suites").settings.randomise
+    plain = only("no-randomisation", workload="suites", randomise={"start": True}).settings.randomise
     assert plain == Randomisation(start=True, knobs=False, prices=1.0)
+    assert only("no-foresight").settings.hidden == ("foresight",)
+    begun = {"workload": "suites", "imitate": True, "ppo": {"beat": "imitation", "hold_noise": 8}}
+    assert only("imitation", **begun).settings.ppo.rollouts == only("imitation", **begun).settings.ppo.critic_rollouts == 1
+    for alone in ("no-imitation", "recurrent"):
+        changed = only(alone, **begun).settings
+        assert (changed.imitate, changed.ppo.beat, changed.ppo.hold_noise) == (False, "task", 0)
     article = only("article", ppo={"learning_rate": 0.1, "gamma": 0.5}).settings.ppo
     assert article == PPOSettings(profile="article", gamma=0.5)
 
 
 def test_randomisation_is_the_workloads_own_where_nothing_is_said() -> None:
     assert TrainSettings.model_validate({"workload": "suites", "randomise": {"prices": 3.0}}).randomise == Randomisation(
-        start=True, prices=3.0, absent=0.1
+        start=False, knobs=False, prices=3.0, clock=True, absent=0.1
     )
     assert TrainSettings().randomise == Randomisation(start=False, clock=True, absent=0.2)
     stored = TrainSettings(workload="suites").model_dump(mode="json")

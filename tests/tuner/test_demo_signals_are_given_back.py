@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
-from tuner.stopping import signals_to
+import pytest
+
+from tuner.stopping import remembered_interrupts, signals_to
 
 
 async def test_a_signal_is_taken_while_asked_for_and_does_what_it_did_before_afterwards() -> None:
@@ -22,3 +25,15 @@ async def test_a_signal_is_taken_while_asked_for_and_does_what_it_did_before_aft
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_a_library_swallows_is_not_lost(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with remembered_interrupts() as interrupts:
+        interrupts.check()
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    assert signal.getsignal(number) is before
