@@ -11,7 +11,6 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
