@@ -210,6 +210,8 @@ def counterfactual(
     )  # fmt: skip
     if not _sane(*needed) or not _shares(signals) or not signals.window > 0:
         return None
+    if not (math.isnan(signals.p99) or _sane(signals.p99)):  # without P99 its hinge is 0; a broken one has no price
+        return None
     # What warm-up did in our window and would have done in the other: in proportion to the ratios.
     kept = min(1.0, other.warmup_ratio / applied.warmup_ratio) if applied.warmup_ratio > 0 else 1.0
     ours, theirs = filled if filled is not None else (None, None)
@@ -229,7 +231,7 @@ def counterfactual(
     hit_latency = 0.0 if math.isnan(service.hit_latency) else service.hit_latency
     latency = signals.latency_sum + more * (miss_latency - hit_latency) + misses * slower
     stale = ghost_stale + beyond * (min(hit_ratio / signals.hit_ratio, 1.0) if signals.hit_ratio > 0 else 1.0)
-    return price(
+    cost = price(
         Usage(
             requests=signals.requests,
             input_tokens=input_tokens,
@@ -245,6 +247,7 @@ def counterfactual(
         ),
         prices,
     )
+    return cost if math.isfinite(cost.total) else None
 
 
 def refilled(held: float, size: float, signals: ArmSignals, service: Service) -> tuple[float, float]:

@@ -147,6 +147,22 @@ _ANY = st.one_of(st.floats(), st.sampled_from([math.nan, math.inf, -math.inf, 0.
 _NUMBERS = [item.name for item in fields(ArmSignals) if item.name not in ("arm", "hit_ratio_by_tier", "age", "ghost")]
 
 
+@pytest.mark.parametrize("p99", [math.inf, -1.0, 1e300])
+def test_a_broken_p99_gives_no_estimate_and_a_missing_one_no_hinge(p99: float) -> None:
+    meter = ServiceMeter()
+    meter.update(signals(), KNOBS)
+    assert counterfactual(signals(p99=p99), KNOBS, LARGER, meter.service, PRICES) is None
+    missing = counterfactual(signals(p99=math.nan), KNOBS, LARGER, meter.service, PRICES)
+    assert missing is not None
+    assert missing.slo == 0.0
+
+
+def test_requests_so_few_that_no_price_for_a_thousand_is_finite_give_no_estimate() -> None:
+    meter = ServiceMeter()
+    meter.update(signals(), KNOBS)
+    assert counterfactual(signals(requests=5e-324, stale_hits=0.0), KNOBS, LARGER, meter.service, PRICES) is None
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     windows=st.lists(st.dictionaries(st.sampled_from(_NUMBERS), _ANY, max_size=6), min_size=1, max_size=4),
