@@ -512,14 +512,9 @@ def labels(
 
 def action_of(knobs: Knobs, anchor: Knobs | None, scenario: Scenario, actions: ActionMap) -> Floats:
     """Return the action that asks for knobs, or the nearest that there is, shape (3,); zeros without an anchor."""
-    space, radius = scenario.config.space, np.asarray(actions.radius, np.float64)
+    space = scenario.config.space
     if anchor is None:
         return np.zeros(3)
-    wanted = space.to_steps(knobs)
-    if actions.kind == "absolute":
-        top = np.array(_shape(scenario), np.float64) - 1.0
-        action = 2.0 * wanted / top - 1.0
-    else:
-        moved = wanted - space.to_steps(anchor)
-        action = np.divide(moved, radius, out=np.zeros(3), where=radius > 0)
-    return np.clip(np.where(radius > 0, action, 0.0), -1.0, 1.0)
+    top = np.array(_shape(scenario), np.float64) - 1.0
+    action: Floats = actions.inverse(space.to_steps(knobs)[None], space.to_steps(anchor)[None], top)[0]
+    return action

@@ -50,29 +50,6 @@ def _checked(actions: npt.ArrayLike, anchors: Floats) -> Floats:
     return clipped
 
 
-def residual(
-    action: npt.ArrayLike,
-    anchor: Knobs,
-    space: KnobSpace,
-    radius: tuple[float, float, float] = RADIUS,
-) -> Knobs:
-    """Return the knobs that an action asks for: :func:`residual_batch` of one lane.
-
-    Args:
-        action: Three numbers in [-1, 1] (clipped): size, TTL, warm-up ratio; 0 is the anchor itself.
-        anchor: Where the residual starts: the curve's optimum, or the current knobs where there is no curve.
-        space: The knob space; the result lies within its bounds.
-        radius: Grid steps that an action of 1 stands for.
-
-    Raises:
-        ValueError: If the action is not three finite numbers.
-    """
-    values = np.asarray(action, dtype=np.float64)
-    if values.shape != (3,) or not np.all(np.isfinite(values)):
-        raise ValueError(f"action: expected three finite numbers in [-1, 1], got {action!r}")
-    return to_knobs(residual_batch(values[None], to_array([anchor]), SpaceBatch.of([space]), radius)[0])
-
-
 @dataclass(frozen=True)
 class ActionMap:
     """How the three numbers of an action become knobs.
@@ -108,9 +85,25 @@ class ActionMap:
     def knobs(self, action: npt.ArrayLike, anchor: Knobs, space: KnobSpace) -> Knobs:
         """Return the knobs that one action asks for: :meth:`batch` of one lane."""
         values = np.asarray(action, dtype=np.float64)
-        if values.shape != (3,):
+        if values.shape != (3,) or not np.all(np.isfinite(values)):
             raise ValueError(f"action: expected three finite numbers in [-1, 1], got {action!r}")
         return to_knobs(self.batch(values[None], to_array([anchor]), SpaceBatch.of([space]))[0])
+
+    def inverse(self, wanted: Floats, anchors: Floats, scale: npt.ArrayLike) -> Floats:
+        """Return the actions that lead to positions on the grid, or as near as an action reaches, shape (N, 3).
+
+        Args:
+            wanted: Positions, grid steps, shape (N, 3).
+            anchors: Positions of the anchors, likewise.
+            scale: Grid steps between the least and the greatest knobs, (3,) or (N, 3).
+        """
+        radius = np.asarray(self.radius)
+        if self.kind == "residual":
+            moved = wanted - anchors
+            found: Floats = np.divide(moved, radius, out=np.zeros_like(moved), where=radius > 0)
+        else:
+            found = 2.0 * wanted / np.asarray(scale) - 1.0
+        return np.clip(np.where(radius > 0, found, 0.0), -1.0, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready mapping."""
@@ -155,6 +148,12 @@ def limit_step_batch(wanted: Floats, current: Floats, spaces: SpaceBatch, max_st
     near = (np.abs(move) <= bound + 1e-9).all(axis=1, keepdims=True)
     limited = spaces.from_steps(here + np.minimum(np.maximum(move, -bound), bound))
     return np.where(near, spaces.clip(wanted), limited)
+
+
+def next_knobs_batch(wanted: Floats, current: Floats, spaces: SpaceBatch, max_steps: tuple[float, float, float]) -> Floats:
+    """Return the next interval's knobs: :func:`limit_step_batch`, but whoever holds may do so beyond the bounds of the space."""
+    held = (wanted == current).all(axis=1, keepdims=True)
+    return np.where(held, current, limit_step_batch(wanted, current, spaces, max_steps))
 
 
 def limit_step(wanted: Knobs, current: Knobs, space: KnobSpace, max_steps: tuple[float, float, float] = MAX_STEPS) -> Knobs:

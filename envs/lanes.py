@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from envs.action import limit_step_batch
+from envs.action import next_knobs_batch
 from envs.knob_batch import Floats, SpaceBatch, put_lanes, to_array, to_knobs
 from envs.objective import CostBatch, PriceBatch
 from envs.observation import Observation, ObservationBatch, Observations, mask_of
@@ -133,20 +133,12 @@ class Lanes:
         Raises:
             ValueError: If an action is not three finite numbers.
         """
-        count = self._count
-        known = self._has_anchor[:count, None]
-        current = self._knobs[:count]
-        around = np.where(known, self._anchors[:count], current)
-        wanted = self._task.actions.batch(actions, around, self._own_spaces)
-        return self.move(np.where(known, wanted, current))
+        return self.move(self._asked(actions, slice(self._count)))
 
     def move(self, wanted: Floats) -> Windows:
         """Run one interval under given knobs, shape (E, 3), limited like an action's."""
         stacked = np.concatenate([wanted, self._followed()])
-        limited = limit_step_batch(stacked, self._knobs, self._spaces, self._task.max_steps)
-        # Whoever holds may do so beyond the bounds of the space.
-        held = (stacked == self._knobs).all(axis=1, keepdims=True)
-        knobs = np.where(held, self._knobs, limited)
+        knobs = next_knobs_batch(stacked, self._knobs, self._spaces, self._task.max_steps)
         for lane in np.flatnonzero((knobs != self._knobs).any(axis=1)).tolist():
             self._simulators.apply(lane, to_knobs(knobs[lane]))
         self._knobs = knobs
@@ -191,14 +183,17 @@ class Lanes:
         for place, lane in enumerate(lanes):
             self._episodes[lane] = other._episodes[place]
 
+    def _asked(self, actions: npt.ArrayLike, part: slice) -> Floats:
+        """Return what actions of our lanes, or of the references', ask for, shape (E, 3); without a curve the knobs in force."""
+        known = self._has_anchor[part, None]
+        around = np.where(known, self._anchors[part], self._knobs[part])
+        return np.where(known, self._task.actions.batch(actions, around, self._own_spaces), around)
+
     def _followed(self) -> Floats:
         """Return where the references want to go, shape (E, 3)."""
         policy, count = self._task.reference, self._count
         if isinstance(policy, ActingReference):
-            known = self._has_anchor[count:, None]
-            around = np.where(known, self._anchors[count:], self._knobs[count:])
-            actions = policy.act(self._observations.vectors[count:] * self._mask)
-            return np.where(known, self._task.actions.batch(actions, around, self._own_spaces), around)
+            return self._asked(policy.act(self._observations.vectors[count:] * self._mask), slice(count, None))
         if callable(policy):
             return to_array([policy(self.observation(lane, reference=True)) for lane in range(count)])
         if policy == "curve":

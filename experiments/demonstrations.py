@@ -79,7 +79,7 @@ class Hindsight:
 
     def demonstrations(self, actions: ActionMap, hidden: Sequence[str]) -> Demonstrations:
         """Return what to imitate for a policy that acts like this and is not shown some components."""
-        labels = label(self.wanted.astype(np.float64), self.anchors.astype(np.float64), self.scale, actions)
+        labels = actions.inverse(self.wanted.astype(np.float64), self.anchors.astype(np.float64), self.scale)
         return Demonstrations(self.vectors * mask_of(hidden), labels.astype(np.float32), np.ones(len(labels), np.float32))
 
     def save(self, path: Path) -> None:
@@ -92,20 +92,6 @@ class Hindsight:
     def load(cls, path: Path) -> Hindsight:
         """Read what :meth:`save` wrote."""
         return cls(**load_file(path))
-
-
-def label(wanted: Floats, anchors: Floats, scale: npt.ArrayLike, actions: ActionMap) -> Floats:
-    """Return the actions that lead to positions on the grid, or as near as an action reaches, shape (N, 3).
-
-    Args:
-        wanted: Positions, grid steps, shape (N, 3).
-        anchors: The curve's optima, likewise.
-        scale: Grid steps between the least and the greatest knobs, (3,) or (N, 3).
-        actions: What an action means.
-    """
-    radius = np.asarray(actions.radius)
-    found = 2.0 * wanted / np.asarray(scale) - 1.0 if actions.kind == "absolute" else _over(wanted - anchors, radius)
-    return np.clip(np.where(radius > 0, found, 0.0), -1.0, 1.0)
 
 
 def file_of(settings: TrainSettings, *, jobs: int | None = None, progress: Progress | None = None) -> Path:
@@ -284,11 +270,7 @@ def _walk(
         seen.append((lanes.windows.vectors[known].copy(), wanted[known], anchors[known]))
         away = KEEP * away + wander * random.normal(0.0, 1.0, away.shape)
         # Through the action, which reaches only so far: the states should be those that the policy will meet.
-        actions = label((wanted if follow else anchors) + away, anchors, spaces.scale, task.actions)
+        actions = task.actions.inverse((wanted if follow else anchors) + away, anchors, spaces.scale)
         windows = lanes.act(actions)
         dollars += np.where(alive, windows.dollars[: len(scenarios)], 0.0)
         interval += 1
-
-
-def _over(steps: Floats, radius: Floats) -> Floats:
-    return np.divide(steps, radius, out=np.zeros_like(steps), where=radius > 0)

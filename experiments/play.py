@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.utils.seeding import np_random
 
 from agents.policy import Policy
-from envs.action import MAX_STEPS, limit_step_batch
+from envs.action import MAX_STEPS, next_knobs_batch
 from envs.knob_batch import Floats, SpaceBatch, to_array, to_knobs
 from envs.objective import COST_TERMS, PriceBatch
 from envs.observation import Observation, ObservationBatch
@@ -129,10 +129,7 @@ class _Caches:
 
     def move(self, wanted: Floats) -> None:
         """Put knobs into effect, shape (E, 3), limited as the environment limits them."""
-        limited = limit_step_batch(wanted, self._knobs, self._spaces, self._max_steps)
-        # Whoever holds may do so beyond the bounds of the space.
-        held = (wanted == self._knobs).all(axis=1, keepdims=True)
-        knobs = np.where(held, self._knobs, limited)
+        knobs = next_knobs_batch(wanted, self._knobs, self._spaces, self._max_steps)
         for lane in np.flatnonzero((knobs != self._knobs).any(axis=1)).tolist():
             self._simulators.apply(lane, to_knobs(knobs[lane]))
         self._knobs = knobs

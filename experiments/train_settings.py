@@ -274,8 +274,7 @@ def load_train_settings(path: Path) -> TrainSettings:
     try:
         return TrainSettings.model_validate(tree or {})
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in error.errors()]
-        raise InputError(f"training settings {path}: " + "; ".join(lines)) from error
+        raise InputError(f"training settings {path}: {_said(error)}") from error
 
 
 def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
@@ -292,8 +291,12 @@ def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
     try:
         return TrainSettings.model_validate({**settings.model_dump(exclude_unset=True), **given}) if given else settings
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in error.errors()]
-        raise InputError("training: " + "; ".join(lines)) from error
+        raise InputError(f"training: {_said(error)}") from error
+
+
+def _said(error: ValidationError) -> str:
+    items = error.errors()
+    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in items)
 
 
 def code_digest() -> str:

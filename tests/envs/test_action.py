@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.action import MAX_STEPS, RADIUS, limit_step, residual
+from envs.action import MAX_STEPS, RADIUS, RESIDUAL, limit_step
 from envs.knob_batch import SpaceBatch, to_array, to_knobs
 from serving.knobs import Knobs, KnobSpace
 
@@ -18,19 +18,19 @@ _ACTIONS = st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3)
 
 def test_zero_is_the_anchor_itself() -> None:
     anchor = Knobs(int(SPACE.sizes[7]), float(SPACE.ttls[3]), 0.0)
-    assert residual([0.0, 0.0, 0.0], anchor, SPACE) == anchor
-    assert residual([0.03, -0.03, 0.03], anchor, SPACE) == anchor  # less than half of the resolution
+    assert RESIDUAL.knobs([0.0, 0.0, 0.0], anchor, SPACE) == anchor
+    assert RESIDUAL.knobs([0.03, -0.03, 0.03], anchor, SPACE) == anchor  # less than half of the resolution
 
 
 def test_one_is_the_radius() -> None:
     anchor = Knobs(int(SPACE.sizes[7]), float(SPACE.ttls[3]), 0.0)
-    steps = SPACE.to_steps(residual([1.0, -1.0, 1.0], anchor, SPACE))
+    steps = SPACE.to_steps(RESIDUAL.knobs([1.0, -1.0, 1.0], anchor, SPACE))
     assert steps == pytest.approx([7 + RADIUS[0], 3 - RADIUS[1], RADIUS[2]], abs=1e-4)
 
 
 @given(action=_ACTIONS, anchor=_KNOBS)
 def test_the_result_is_within_the_space_and_the_radius(action: list[float], anchor: Knobs) -> None:
-    knobs = residual(action, anchor, SPACE)
+    knobs = RESIDUAL.knobs(action, anchor, SPACE)
     assert SPACE.contains(knobs)
     assert np.all(np.abs(SPACE.to_steps(knobs) - SPACE.to_steps(anchor)) <= np.array(RADIUS) + 1e-4)
 
@@ -49,7 +49,7 @@ def test_one_interval_moves_at_most_the_step_limit_and_repeating_it_arrives(want
 @pytest.mark.parametrize("bad", [[0.0, 0.0], [np.nan, 0.0, 0.0], [np.inf, 0.0, 0.0], 1.0])
 def test_an_action_that_is_not_three_finite_numbers_is_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="expected three finite numbers"):
-        residual(bad, Knobs(1 << 20, 60.0), SPACE)  # type: ignore[arg-type]
+        RESIDUAL.knobs(bad, Knobs(1 << 20, 60.0), SPACE)  # type: ignore[arg-type]
 
 
 _SPACES = [SPACE, KnobSpace(1 << 10, 1 << 40, 0.1, 1e6, 1.0), KnobSpace(max_warmup=0.0)]

@@ -17,7 +17,7 @@ from envs.simulator import SimConfig
 from envs.task import Scenario, Task
 from envs.workloads import sessions
 from envs.workloads.patterns import add_releases
-from experiments.demonstrations import Hindsight, _walk, best_paths, label, look_back
+from experiments.demonstrations import Hindsight, _walk, best_paths, look_back
 from serving.knobs import KnobSpace
 
 SPACE = KnobSpace(min_size=1 << 14, max_size=1 << 20, min_ttl=60.0, max_ttl=36_000.0)
@@ -48,7 +48,7 @@ positions = st.tuples(
 @settings(max_examples=60, deadline=None)
 def test_the_action_of_a_label_leads_where_the_knobs_should_be_or_as_near_as_it_reaches(wanted, anchors, kind) -> None:  # type: ignore[no-untyped-def]
     actions = ActionMap(kind, (4.0, 4.0, 5.0))
-    chosen = label(wanted, anchors, SPACES.scale, actions)
+    chosen = actions.inverse(wanted, anchors, SPACES.scale)
     assert np.all(np.abs(chosen) <= 1.0)
     reached = SPACES.to_steps(actions.batch(chosen, SPACES.from_steps(anchors), SPACES))
     nearest = wanted if kind == "absolute" else anchors + np.clip(wanted - anchors, -np.array([4, 4, 5]), np.array([4, 4, 5]))
@@ -56,7 +56,7 @@ def test_the_action_of_a_label_leads_where_the_knobs_should_be_or_as_near_as_it_
 
 
 def test_a_knob_that_is_not_to_be_moved_has_no_label() -> None:
-    chosen = label(np.full((2, 3), 4.0), np.full((2, 3), 1.0), SPACES.scale, ActionMap(radius=(4.0, 4.0, 0.0)))
+    chosen = ActionMap(radius=(4.0, 4.0, 0.0)).inverse(np.full((2, 3), 4.0), np.full((2, 3), 1.0), SPACES.scale)
     assert np.all(chosen == [[0.75, 0.75, 0.0]] * 2)
 
 
