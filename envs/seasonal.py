@@ -37,6 +37,9 @@ class SeasonalMemory:
     def update(self, end: Floats, length: Floats, values: Floats) -> None:
         """Take one window of each lane in; what is NaN in it leaves the memory as it is.
 
+        Of a window longer than a day, the last day is taken: what is newest of each stretch. A clock that was set back begins
+        a day anew.
+
         Args:
             end: End of the window, seconds of the workload's own time, shape (E,); a lane with NaN is left out.
             length: Its length, likewise.
@@ -70,14 +73,16 @@ def _write(kept: Floats, seen: Floats, end: Floats, length: Floats, values: Floa
     for lane in range(len(end)):
         if not (np.isfinite(end[lane]) and np.isfinite(length[lane]) and length[lane] > 0.0):
             continue
-        count = min(BINS, int(np.ceil(length[lane] / DAY * BINS)))
-        first = end[lane] - length[lane]
+        if not np.isfinite(values[:, lane]).any():
+            continue  # nothing to remember must not take the day's visit from the window that has something
+        span = min(length[lane], DAY)
+        count = min(BINS, int(np.ceil(span / DAY * BINS)))
         for step in range(count):
-            time = first + (step + 0.5) * length[lane] / count
+            time = end[lane] - span + (step + 0.5) * span / count
             place = _bin(time)
             # Windows of one visit to a stretch have one share of the average between them: the first takes WEIGHT, the others
             # are taken into what is there, so that a day counts the same however many windows it has.
-            again = time - seen[lane, place] < 0.5 * DAY
+            again = abs(time - seen[lane, place]) < 0.5 * DAY
             if not again:
                 seen[lane, place] = time
             for index in range(len(values)):

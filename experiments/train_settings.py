@@ -229,9 +229,9 @@ def runs(settings: TrainSettings) -> list[Run]:
 
 _SCRATCH = {
     "beat": "task", "hold_noise": 0, "log_std_init": -1.5, "learning_rate": 1e-3, "clip_range": 0.2, "gamma": 0.97,
-    "batch_size": 512, "n_epochs": 10,
+    "batch_size": 512, "n_epochs": 10, "total_steps": 307_200,
 }  # fmt: skip
-"""Of a policy that has imitated nobody: it has to take larger steps; the recipe that did best from nothing."""
+"""Of a policy that has imitated nobody: it has to take larger steps, and more of them; the recipe that did best from nothing."""
 
 
 def _varied(settings: TrainSettings, variant: Variant) -> TrainSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from serving.ghost import GhostWindow
 from serving.knobs import Knobs
 
 _SLOT = "_ghost_tapes"
+
+TAPES = 8
+"""Tapes kept with a trace: with randomised capacities each episode has a ghost of its own, which nobody asks for again."""
 
 
 class GhostTape:
@@ -51,7 +55,8 @@ class GhostTape:
         Raises:
             ValueError: If no window ends then.
         """
-        number = round(now / self._interval)
+        number = round(now / self._interval) if math.isfinite(now) else 0
+        # Sums of intervals differ in their last bits from multiples of them.
         if number < 1 or abs(number * self._interval - now) > 1e-6 * self._interval:
             raise ValueError(f"ghost tape: expected a multiple of {self._interval:g} s, got {now!r} s")
         while len(self._windows) < number:
@@ -63,11 +68,16 @@ class GhostTape:
 
 
 def tape_of(trace: Trace, config: SimConfig, interval: float, seed: int) -> GhostTape:
-    """Return the tape of a trace, which is kept with it; all who ask with the same ghost get the same."""
+    """Return the tape of a trace, which is kept with it; all who ask with the same ghost get the same.
+
+    A trace keeps the :data:`TAPES` tapes that were asked for last.
+    """
     space = config.space
     bounds = (space.min_size, space.max_size, space.size_steps, space.min_ttl, space.max_ttl, space.ttl_steps)
     key = (bounds, config.staleness_half_life, config.ttl_jitter, config.ghost_keys, interval, seed)
     known: dict[Any, GhostTape] = trace.__dict__.setdefault(_SLOT, {})
-    if key not in known:
-        known[key] = GhostTape(trace, replace(config, l1_share=0.0), interval, seed)
-    return known[key]
+    tape = known.pop(key, None) or GhostTape(trace, replace(config, l1_share=0.0), interval, seed)
+    known[key] = tape
+    while len(known) > TAPES:
+        del known[next(iter(known))]
+    return tape

@@ -9,7 +9,7 @@ import pytest
 
 from envs.action import RESIDUAL
 from envs.simulator import CacheSimulator, SimConfig
-from envs.simulator.tape import GhostTape, tape_of
+from envs.simulator.tape import TAPES, GhostTape, tape_of
 from envs.task import FIXED, Randomisation, Scenario, Task
 from envs.vec_env import CacheTuningVecEnv
 from envs.workloads import sessions
@@ -39,7 +39,7 @@ def test_windows_can_be_asked_for_in_any_order_but_only_where_one_ends() -> None
     late = tape.seen_at(6_000.0)
     assert tape.seen_at(3_000.0) is not late
     assert tape.seen_at(6_000.0) is late
-    for time in (0.0, 650.0):
+    for time in (0.0, 650.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="multiple of 600"):
             tape.seen_at(time)
 
@@ -47,6 +47,19 @@ def test_windows_can_be_asked_for_in_any_order_but_only_where_one_ends() -> None
 def test_who_asks_for_the_same_ghost_gets_the_same_tape() -> None:
     assert tape_of(TRACE, CONFIG, 600.0, 0) is tape_of(TRACE, replace(CONFIG, l1_share=0.5), 600.0, 0)
     assert tape_of(TRACE, CONFIG, 600.0, 0) is not tape_of(TRACE, replace(CONFIG, staleness_half_life=60.0), 600.0, 0)
+
+
+def test_a_trace_keeps_the_tapes_that_were_asked_for_last() -> None:
+    trace = replace(TRACE)
+    first = tape_of(trace, CONFIG, 600.0, 0)
+    for seed in range(1, TAPES):
+        tape_of(trace, CONFIG, 600.0, seed)
+    assert tape_of(trace, CONFIG, 600.0, 0) is first
+    second = tape_of(trace, CONFIG, 600.0, 1)
+    for seed in range(TAPES, 2 * TAPES - 1):
+        tape_of(trace, CONFIG, 600.0, seed)
+    assert tape_of(trace, CONFIG, 600.0, 1) is second
+    assert tape_of(trace, CONFIG, 600.0, 0) is not first
 
 
 def test_an_episode_from_the_start_is_the_same_with_a_tape_as_without() -> None:
