@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from serving.policy import CacheRules
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -80,18 +82,216 @@ class ArmSettings(Settings):
     knobs: KnobSettings = KnobSettings()
 
 
+class GuardSettings(Settings):
+    """What two questions must have in common, beside their embedding, to share an answer; each can be turned off.
+
+    Attributes:
+        numbers: The same numbers with the same units, in the same order.
+        negation: The same negations.
+        polarity: The same of opposite words: on or off, with or without, before or after.
+        entities: The same named entities.
+        order: The same order of what is compared or moved: "from A to B" is not "from B to A".
+        edit_distance: Greatest edit distance over the longer text's length, 0..1; null: not looked at.
+    """
+
+    numbers: bool = True
+    negation: bool = True
+    polarity: bool = True
+    entities: bool = True
+    order: bool = True
+    edit_distance: Share | None = None
+
+
+class VectorSettings(Settings):
+    """Where the vectors are kept.
+
+    Attributes:
+        kind: ``usearch`` in process; ``faiss`` in process, compressed, for above a million entries; ``milvus`` and ``chroma``
+            are services that all replicas share.
+        url: Of the service: ``http://...``, or a file for Milvus Lite; null for those in process.
+        token: Sent to the service.
+        deadline: Seconds that a call may take before the lookup goes on as a miss.
+    """
+
+    kind: Literal["usearch", "faiss", "milvus", "chroma"] = "usearch"
+    url: str | None = None
+    token: SecretStr | None = None
+    deadline: Seconds = 0.25
+
+    @model_validator(mode="after")
+    def _located(self) -> VectorSettings:
+        service = self.kind in ("milvus", "chroma")
+        if service and self.url is None:
+            raise ValueError(f"url: expected the address of {self.kind}, got null")
+        if not service and self.url is not None:
+            raise ValueError(f"url: {self.kind} runs in process and has none; got {self.url!r}")
+        return self
+
+    @field_serializer("token", when_used="json")
+    def _reveal(self, value: SecretStr | None) -> str | None:
+        return None if value is None else value.get_secret_value()
+
+
+class LshSettings(Settings):
+    """The semantic bucket: a signature of the embedding by random hyperplanes.
+
+    Attributes:
+        bits: Length of the signature.
+        buckets: Number of buckets, a power of two.
+        seed: Draws the hyperplanes.
+        arms: Whether the bucket, not the key, assigns a request to an arm, so that paraphrases meet the same arm. Each request
+            then needs its embedding before it can be looked up.
+    """
+
+    bits: Annotated[int, Field(ge=8, le=64, multiple_of=8)] = 64
+    buckets: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    seed: int = 0
+    arms: bool = False
+
+    @field_validator("buckets")
+    @classmethod
+    def _power(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"expected a power of two, got {value}")
+        return value
+
+
 class SemanticSettings(Settings):
     """Answers by meaning.
 
     Attributes:
         enabled: Whether a miss on the exact key is looked up by meaning. Costs an embedding per miss.
         threshold: Least cosine similarity of two questions that may share an answer.
+        max_error: Largest share of wrong answers by meaning, 0..1: each entry's own acceptance is then learned from verified
+            outcomes, and ``threshold`` is a floor. null: the threshold alone decides.
+        verify: How an answer given anew is compared with the one that would have been served: ``exact``: the same text;
+            ``embedding``: cosine of at least ``verify_similarity``.
+        verify_similarity: See ``verify``.
         deadline: Seconds an embedding may take before the lookup goes on as a miss.
+        collapse: Whether a miss waits for the answer to a near-identical question that is under way.
+        guards: What has to agree beside the embedding.
+        lsh: The semantic bucket.
+        vectors: Where the vectors are kept.
     """
 
     enabled: bool = False
-    threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    max_error: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    verify: Literal["exact", "embedding"] = "exact"
+    verify_similarity: Share = 0.9
     deadline: Seconds = 0.5
+    collapse: bool = True
+    guards: GuardSettings = GuardSettings()
+    lsh: LshSettings = LshSettings()
+    vectors: VectorSettings = VectorSettings()
+
+
+class AdmissionSettings(Settings):
+    """Which answers are kept; only complete ones ever are.
+
+    Attributes:
+        tool_calls: Whether answers that call tools are kept.
+        max_temperature: Answers to a higher temperature are not kept; null: any is.
+        max_entry_bytes: Largest answer that is kept.
+        min_logprob: Answers whose mean token log-probability is known and below this are not kept; null: any are.
+    """
+
+    tool_calls: bool = False
+    max_temperature: Annotated[float, Field(ge=0.0)] | None = 1.0
+    max_entry_bytes: Annotated[int, Field(gt=0)] = 4 * MIB
+    min_logprob: Annotated[float, Field(le=0.0)] | None = -2.3
+
+
+class CallerSettings(Settings):
+    """What callers may ask of the cache, by ``Cache-Control`` or the body's ``cache`` object.
+
+    Attributes:
+        directives: Whether they are heeded at all.
+        namespaces: Whether a caller may divide its cache by a name of its own.
+        min_ttl: Least TTL of an entry that a caller may ask for, seconds. The arm's TTL is the greatest.
+        debug: Whether ``x-cache-...`` headers are sent; ``Cache-Status`` and ``Age`` always are.
+    """
+
+    directives: bool = True
+    namespaces: bool = True
+    min_ttl: Annotated[float, Field(ge=0.0)] = 0.0
+    debug: bool = True
+
+
+class StreamSettings(Settings):
+    """Streamed answers.
+
+    Attributes:
+        usage: Whether the upstream is asked for the tokens of a stream, which the tuner needs for its prices; a client that did
+            not ask does not see them.
+        resume: How an interrupted stream goes on for a client that comes back: ``replay``: the model is asked again, and the
+            rest is passed on if it repeats what the client has, to the byte; ``continue``: the model continues the text
+            (vLLM's ``continue_final_message``).
+        grace: Seconds that a stream runs on after its last reader went away, so that one who comes back finds it.
+        keep_partial: Whether interrupted streams are kept for such readers.
+    """
+
+    usage: bool = True
+    resume: Literal["replay", "continue"] = "replay"
+    grace: Annotated[float, Field(ge=0.0)] = 2.0
+    keep_partial: bool = True
+
+
+class AuthSettings(Settings):
+    """Who may ask. Keys are given as SHA-256 in hex: ``printf %s "$KEY" | sha256sum``.
+
+    Attributes:
+        required: Whether a request without a known key is refused.
+        tenants: Hashes of the keys by tenant. Tenants never share an answer. Without tenants all callers share one cache, and
+            their ``Authorization`` is the upstream's to judge.
+        admin: Hashes of the tokens of the admin API; without one it is off.
+    """
+
+    required: bool = False
+    tenants: dict[Name, tuple[KeyHash, ...]] = Field(default_factory=dict)
+    admin: tuple[KeyHash, ...] = ()
+
+    @model_validator(mode="after")
+    def _somebody(self) -> AuthSettings:
+        if self.required and not self.tenants:
+            raise ValueError("tenants: expected at least one tenant with keys, since keys are required; got none")
+        hashes = [value for values in self.tenants.values() for value in values] + list(self.admin)
+        if len(set(hashes)) < len(hashes):
+            raise ValueError("tenants and admin: expected each key's hash once")
+        return self
+
+
+class StorageSettings(Settings):
+    """How entries are kept in Redis.
+
+    Attributes:
+        encryption_key: 32 bytes in base64: answers and metadata are encrypted (AES-256-GCM) before they leave the process.
+            Vectors are not, since they are searched; they tell of what a text is about.
+        tls_ca: Certificates that Redis' own is checked against, for ``rediss://``; null: the system's.
+        tls_cert: The client's certificate.
+        tls_key: Its key.
+    """
+
+    encryption_key: SecretStr | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @field_validator("encryption_key")
+    @classmethod
+    def _sized(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            try:
+                size = len(base64.b64decode(value.get_secret_value(), validate=True))
+            except ValueError:
+                size = -1
+            if size != 32:
+                raise ValueError("expected 32 bytes in base64 (make them with: openssl rand -base64 32)")
+        return value
+
+    @field_serializer("encryption_key", when_used="json")
+    def _reveal(self, value: SecretStr | None) -> str | None:
+        return None if value is None else value.get_secret_value()
 
 
 class RulesSettings(Settings):
@@ -101,12 +301,18 @@ class RulesSettings(Settings):
         l1_share: Share of an arm's budget that may be resident in the memory tier.
         ttl_jitter: Width of the deterministic jitter on the TTL of each key, against expiry storms.
         staleness_half_life: Seconds after which an answer is outdated with probability one half; null means never.
+        stale_while_revalidate: Seconds past its TTL that an entry is still served while it is refreshed (RFC 5861).
+        stale_if_error: Seconds past its TTL that an entry is still served where the upstream fails (RFC 5861).
+        hit_extends_ttl: Whether a hit begins an entry's life anew.
         semantic: Answers by meaning.
     """
 
     l1_share: Share = 0.25
     ttl_jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     staleness_half_life: Annotated[float, Field(gt=0.0)] | None = None
+    stale_while_revalidate: Annotated[float, Field(ge=0.0)] = 0.0
+    stale_if_error: Annotated[float, Field(ge=0.0)] = 0.0
+    hit_extends_ttl: bool = False
     semantic: SemanticSettings = SemanticSettings()
 
     def rules(self) -> CacheRules:
@@ -128,6 +334,14 @@ class UpstreamSettings(Settings):
             client, then goes without.
         timeout: Seconds for one whole call.
         connect_timeout: Seconds to connect.
+        first_byte_timeout: Seconds until the first byte of an answer; null: ``timeout`` alone.
+        idle_timeout: Seconds between two bytes of an answer; null: ``timeout`` alone.
+        retries: How often a call that failed before its first byte is made again (connection errors, 502, 503, 504).
+        backoff: Seconds before the first retry; doubled each time, with jitter. ``Retry-After`` is heeded up to ``max_backoff``.
+        max_backoff: Longest wait between two tries.
+        max_inflight: Calls of one replica at the same time; null: no limit.
+        max_waiting: Calls that may wait for their turn; more are refused with 429 and ``Retry-After``.
+        max_wait: Longest wait for a turn, seconds.
         forward_headers: Request headers passed on to the upstream, besides ``Content-Type`` and ``Authorization``.
     """
 
@@ -135,6 +349,14 @@ class UpstreamSettings(Settings):
     api_key: SecretStr | None = None
     timeout: Seconds = 600.0
     connect_timeout: Seconds = 5.0
+    first_byte_timeout: Seconds | None = None
+    idle_timeout: Seconds | None = None
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    backoff: Seconds = 0.1
+    max_backoff: Seconds = 5.0
+    max_inflight: Annotated[int, Field(ge=1)] | None = None
+    max_waiting: Annotated[int, Field(ge=0)] = 100
+    max_wait: Seconds = 30.0
     forward_headers: tuple[str, ...] = ("openai-organization", "openai-project", "traceparent", "x-llm-sim-output-tokens")
 
     _url = field_validator("base_url")(_http_url)
@@ -222,6 +444,11 @@ class GatewaySettings(Settings):
         access_log: Folder of the access log; null for none.
         flush_interval: Seconds between two flushes of metrics and access log.
         max_request_bytes: Largest request body that is accepted.
+        admission: Which answers are kept.
+        callers: What callers may ask of the cache.
+        streams: Streamed answers.
+        auth: Who may ask.
+        storage: How entries are kept in Redis.
         haproxy: Whether the HAProxy ingress is used where it is available.
     """
 
@@ -242,6 +469,11 @@ class GatewaySettings(Settings):
     access_log: Path | None = None
     flush_interval: Seconds = 1.0
     max_request_bytes: Annotated[int, Field(gt=0)] = 10 * MIB
+    admission: AdmissionSettings = AdmissionSettings()
+    callers: CallerSettings = CallerSettings()
+    streams: StreamSettings = StreamSettings()
+    auth: AuthSettings = AuthSettings()
+    storage: StorageSettings = StorageSettings()
     haproxy: bool = True
 
     @field_validator("redis_url")

@@ -6,12 +6,17 @@ says what it dropped. Expiry is a rule of :mod:`serving.policy`, made from the e
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import orjson
 
 KEY_BYTES = 32
 """Bytes of a fingerprint (SHA-256); every entry pays for its key."""
+
+Form = Literal["json", "sse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,11 @@ class Entry:
         output_tokens: Completion tokens that the answer was billed for.
         context: Fingerprint of everything but the last user text, 32 bytes; empty where the entry has no vector.
         vector: Embedding of the last user text, int8 bytes; empty where it has none.
+        meta: What is known of it besides (:class:`EntryMeta`, as JSON); empty where nothing is.
+        form: ``json``: the body is a JSON object; ``sse``: it is an event stream, as it came.
+        complete: False for a stream that was interrupted: it may be continued, never served as an answer.
+        ttl: Seconds that the entry may live at most, whatever the arm's TTL; inf: no limit of its own.
+        renewed: Seconds after ``written_at`` at which its life began anew, where hits extend it.
     """
 
     key: bytes
@@ -35,11 +45,61 @@ class Entry:
     output_tokens: int = 0
     context: bytes = b""
     vector: bytes = b""
+    meta: bytes = b""
+    form: Form = "json"
+    complete: bool = True
+    ttl: float = math.inf
+    renewed: float = 0.0
 
     @property
     def size(self) -> int:
-        """Bytes that the entry takes from its arm's budget: key, body, context and vector."""
-        return KEY_BYTES + len(self.body) + len(self.context) + len(self.vector)
+        """Bytes that the entry takes from its arm's budget: key, body, context, vector and metadata."""
+        return KEY_BYTES + len(self.body) + len(self.context) + len(self.vector) + len(self.meta)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryMeta:
+    """What can be asked of entries beside their answers: filters, flushes and the checks of an answer by meaning read it.
+
+    Attributes:
+        text: The last user text; only where the entry may answer by meaning.
+        model: The model asked for.
+        temperature: As given in the request; None where it was absent.
+        tenant: Who may see it; ``""``: those without a tenant.
+        namespace: The caller's own division of the tenant's cache.
+        tags: Names by which it can be flushed.
+        documents: Documents that the answer was made from, by which it can be flushed.
+    """
+
+    text: str = ""
+    model: str = ""
+    temperature: float | None = None
+    tenant: str = ""
+    namespace: str = ""
+    tags: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
+
+    def dump(self) -> bytes:
+        """Return it as JSON without what is empty; ``b""`` for nothing at all."""
+        given = {name: value for name in _META if (value := getattr(self, name)) not in ("", None, ())}
+        return orjson.dumps(given) if given else b""
+
+    @classmethod
+    def load(cls, meta: bytes) -> EntryMeta:
+        """Return what :meth:`dump` wrote; what cannot be read is nothing."""
+        try:
+            given = orjson.loads(meta) if meta else {}
+        except orjson.JSONDecodeError:
+            return cls()
+        if not isinstance(given, dict):
+            return cls()
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in _META
+        }
+        return cls(**known)
+
+
+_META = tuple(item.name for item in fields(EntryMeta))
 
 
 @dataclass(frozen=True, slots=True)

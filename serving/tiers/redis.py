@@ -273,9 +273,9 @@ class RedisTier:
             last = min(first + RECENT_STEP, limit) - 1
             found = await self._call(lambda: self._recent(keys=[entries, order], args=[first, last]), self._write_deadline)  # noqa: B023
             for key, stored in zip(found[::2], found[1::2], strict=True):
-                head = unpack_head(stored)
-                if head is not None and head[4]:
-                    result.append((key, head[3], head[4]))
+                head = unpack_head(key, stored)
+                if head is not None and head.vector:
+                    result.append((key, head.context, head.vector))
             if len(found) < 2 * (last - first + 1):
                 break
         return result

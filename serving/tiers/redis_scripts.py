@@ -167,8 +167,9 @@ for _, key in ipairs(redis.call('ZREVRANGE', KEYS[2], ARGV[1], ARGV[2])) do
   local stored = redis.call('HGET', KEYS[1], key)
   if stored then
     local low, high = string.byte(stored, 3, 4)
+    local meta_low, meta_high = string.byte(stored, 21, 22)
     result[#result + 1] = key
-    result[#result + 1] = string.sub(stored, 1, 32 + string.byte(stored, 2) + low + 256 * high)
+    result[#result + 1] = string.sub(stored, 1, 32 + string.byte(stored, 2) + low + 256 * high + meta_low + 256 * meta_high)
   end
 end
 return result

@@ -19,6 +19,11 @@ entries = st.builds(
     output_tokens=st.integers(0, 2**32 - 1),
     context=st.binary(max_size=255),
     vector=st.binary(max_size=400),
+    meta=st.binary(max_size=400),
+    form=st.sampled_from(("json", "sse")),
+    complete=st.booleans(),
+    ttl=st.floats(min_value=0.0, width=32),
+    renewed=st.floats(min_value=0.0, width=32, allow_infinity=False),
 )
 
 
@@ -38,15 +43,16 @@ def test_any_bytes_are_an_entry_or_a_miss_never_an_error(stored: bytes) -> None:
 
 def test_an_unknown_version_and_a_cut_form_are_misses() -> None:
     stored = pack(entry(1, vector=b"v" * 384))
-    assert unpack(key(1), b"\x02" + stored[1:]) is None
-    assert header_time(b"\x02" + stored[1:32]) is None
+    assert unpack(key(1), b"\x01" + stored[1:]) is None
+    assert header_time(b"\x01" + stored[1:32]) is None
     assert unpack(key(1), stored[:400]) is None
     assert header_time(stored[:10]) is None
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    stored = pack(Entry(key(1), b"body", 1.5, 7, 9, b"ctx", b"vec"))
-    assert stored == struct.pack("<BBHII", 1, 3, 3, 7, 9) + struct.pack("<d", 1.5) + bytes(12) + b"ctxvecbody"
+    stored = pack(Entry(key(1), b"body", 1.5, 7, 9, b"ctx", b"vec", b"me", "sse", False, 60.0, 2.0))
+    fixed = struct.pack("<BBHII", 2, 3, 3, 7, 9) + struct.pack("<dHBxff", 1.5, 2, 3, 60.0, 2.0)
+    assert stored == fixed + b"ctxvecmebody"
 
 
 def test_what_does_not_fit_the_format_is_refused() -> None:
