@@ -16,7 +16,7 @@ import orjson
 
 from serving.access_log import Outcome
 from serving.cache import Lookup
-from serving.keys import Fingerprint, fingerprint, key64
+from serving.keys import Fingerprint, fingerprint, key64, parse_body
 from serving.metrics import PrometheusSink, Sink
 from serving.runtime import Runtime
 from serving.settings import GatewaySettings
@@ -270,11 +270,9 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 def _parse(raw: bytes) -> Mapping[str, Any]:
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise _Refused(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise _Refused(f"the body: expected a JSON object, got {type(body).__name__}")
+        body = parse_body(raw)
+    except ValueError as error:
+        raise _Refused(str(error)) from error
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise _Refused(f"model: expected the name of a model, got {_excerpt(body.get('model'))}", param="model")
     messages = body.get("messages")
@@ -284,10 +282,7 @@ def _parse(raw: bytes) -> Mapping[str, Any]:
 
 
 def _identity(body: Mapping[str, Any], namespace: str) -> Fingerprint:
-    try:
-        return fingerprint(body, namespace=namespace)
-    except orjson.JSONEncodeError as error:  # it parses deeper than it writes
-        raise _Refused(f"the body is nested too deeply: expected at most 250 levels ({error})") from error
+    return fingerprint(body, namespace=namespace)
 
 
 def _excerpt(value: object) -> str:
