@@ -7,45 +7,67 @@ other tiers, and what is gone or expired there is removed here when it is met.
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.keys import key64
+from serving.tiers.base import EntryMeta
+from serving.tiers.vector_store import Neighbour, VectorItem, Where, components, cosines, deduplicated, load_ray_first
 
 DIM = 384
 """Components of a vector (all-MiniLM-L6-v2)."""
 SEARCH_LIMIT = 512
 """Most neighbours that one search looks at."""
+SCAN_LIMIT = 256
+"""A context with at most so many entries is compared one by one: exact, whatever crowd of other contexts is around it."""
+EXPANSION = 128
+"""Candidates that a search of the graph keeps (HNSW's ef): recall@1 of 0.99 at 100,000 vectors takes about this."""
 
 
 def _new_index(dim: int) -> Any:
-    # The wheel of usearch brings symbols of libstdc++'s regex that do not fit Ray's: loaded first, it makes ray.init() abort the
-    # process ("regex_error: Invalid range in brace expression"). Loaded after Ray's core it does no harm.
-    with suppress(ImportError):
-        import ray._raylet  # noqa: F401
+    load_ray_first()
     from usearch.index import Index
 
-    return Index(ndim=dim, metric="cos", dtype="i8")
+    return Index(ndim=dim, metric="cos", dtype="i8", expansion_search=EXPANSION)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    key: bytes
+    context: bytes
+    vector: bytes
+    meta: EntryMeta
 
 
 @dataclass(slots=True)
 class _Arm:
     index: Any
     limit: int
-    # name in the index -> (key, context, vector), the earliest added first
-    entries: OrderedDict[int, tuple[bytes, bytes, bytes]] = field(default_factory=OrderedDict)
+    # by name in the index, the earliest added first
+    entries: OrderedDict[int, _Held] = field(default_factory=OrderedDict)
+    # names by context
+    members: dict[bytes, dict[int, None]] = field(default_factory=dict)
+
+    def drop(self, name: int) -> None:
+        held = self.entries.pop(name)
+        self.index.remove(name)
+        members = self.members[held.context]
+        del members[name]
+        if not members:
+            del self.members[held.context]
 
 
 class VectorTier:
     """Nearest neighbours by cosine (usearch's HNSW over int8), one index per arm.
 
     Adding, removing and searching are O(log n) (about 0.1 ms at 5,000 vectors). Vectors are unit vectors scaled by 127 and
-    rounded; usearch computes the cosine on the integers, within 0.01 of the cosine of the floats. Search is approximate (recall@1
-    about 0.99). Nothing here awaits or fails for want of a service. Not thread-safe: one event loop.
+    rounded; the cosine is the exact one of the integers, within 0.01 of the cosine of the floats. Search is approximate (recall@1
+    about 0.99), but exact for a context of at most :data:`SCAN_LIMIT` entries. Nothing here awaits or fails for want of a
+    service. Not thread-safe: one event loop.
 
     Args:
         dim: Components of a vector.
@@ -64,24 +86,26 @@ class VectorTier:
         self.dim = dim
         self.max_entries = max_entries
         self._arms: dict[str, _Arm] = {}
+        self._metas: dict[EntryMeta, EntryMeta] = {}
 
-    def add(self, arm: str, key: bytes, context: bytes, vector: bytes) -> None:
+    def add(self, arm: str, key: bytes, context: bytes, vector: bytes, meta: EntryMeta | None = None) -> None:
         """Index a vector under its entry's key; replaces an earlier one of the same key.
 
         Raises:
             ValueError: If the vector does not have ``dim`` bytes.
         """
-        components = self._components(vector)
+        row = components(vector, self.dim)
         held = self._arm(arm)
         name = key64(key)
+        item = _Held(key, context, vector, self._shared(meta or EntryMeta()))
         known = held.entries.get(name)
-        if known == (key, context, vector):
+        if known == item:
             return
         if known is not None:
-            held.index.remove(name)
-            del held.entries[name]
-        held.index.add(name, components)
-        held.entries[name] = (key, context, vector)
+            held.drop(name)
+        held.index.add(name, row)
+        held.entries[name] = item
+        held.members.setdefault(context, {})[name] = None
         self._trim(held)
 
     def limit(self, arm: str, entries: int) -> None:
@@ -96,22 +120,15 @@ class VectorTier:
         Raises:
             ValueError: If the vector does not have ``dim`` bytes.
         """
-        components = self._components(vector)
-        held = self._arms.get(arm)
-        if held is None or not held.entries or not components.any():
-            return []
-        found = held.index.search(components, min(k, len(held.entries)))
-        result: list[tuple[bytes, bytes, float]] = []
-        for name, distance in zip(found.keys.tolist(), found.distances.tolist(), strict=True):
-            entry = held.entries.get(name)
-            if entry is not None:
-                result.append((entry[0], entry[1], 1.0 - distance))
-        return result
+        return self._neighbours(arm, components(vector, self.dim), k, None)
 
-    def near(self, arm: str, context: bytes, vector: bytes, *, floor: float, k: int = 8) -> list[tuple[bytes, bytes, float]]:
+    def near(
+        self, arm: str, context: bytes, vector: bytes, *, floor: float, k: int = 8, where: Where | None = None
+    ) -> list[tuple[bytes, bytes, float]]:
         """Return neighbours like :meth:`neighbours`, looking further while all that is similar enough is of other contexts.
 
         Many conversations may hold the same sentence under contexts of their own; ``k`` of those must not hide the one that fits.
+        Those of the context alone are returned where its entries were compared one by one and one is similar enough.
 
         Args:
             arm: The arm.
@@ -119,11 +136,25 @@ class VectorTier:
             vector: int8 bytes.
             floor: Least cosine of interest.
             k: Neighbours looked at first; up to :data:`SEARCH_LIMIT` where needed.
+            where: Filter on metadata.
+
+        Raises:
+            ValueError: If the vector does not have ``dim`` bytes.
         """
+        query = components(vector, self.dim)
+        held = self._arms.get(arm)
+        if held is None or not held.entries or not query.any():
+            return []
+        members = held.members.get(context, {})
+        if 0 < len(members) <= SCAN_LIMIT:
+            own = self._compared(query, [held.entries[name] for name in members], where)[:k]
+            if own and own[0][2] >= floor:
+                return own
+            return sorted(own + [each for each in self._neighbours(arm, query, k, where) if each[1] != context], key=_descending)
         while True:
-            found = self.neighbours(arm, vector, k)
-            crowded = len(found) >= k and found[-1][2] >= floor and all(other != context for _, other, _ in found)
-            if not crowded or k >= SEARCH_LIMIT:
+            reached, found = self._reached(held, query, k, where)
+            crowded = reached >= floor and all(other != context or cosine < floor for _, other, cosine in found)
+            if not members or not crowded or k >= min(SEARCH_LIMIT, len(held.entries)):
                 return found
             k = min(k * 8, SEARCH_LIMIT)
 
@@ -135,15 +166,13 @@ class VectorTier:
         """Whether a vector is indexed under the key."""
         held = self._arms.get(arm)
         known = held.entries.get(key64(key)) if held is not None else None
-        return known is not None and known[0] == key
+        return known is not None and known.key == key
 
     def remove(self, arm: str, key: bytes) -> bool:
         """Remove the key's vector; whether it was there."""
         if not self.has(arm, key):
             return False
-        held = self._arms[arm]
-        held.index.remove(key64(key))
-        del held.entries[key64(key)]
+        self._arms[arm].drop(key64(key))
         return True
 
     def count(self, arm: str) -> int:
@@ -161,6 +190,7 @@ class VectorTier:
     def close(self) -> None:
         """Drop everything."""
         self._arms.clear()
+        self._metas.clear()
 
     def _arm(self, arm: str) -> _Arm:
         held = self._arms.get(arm)
@@ -170,10 +200,117 @@ class VectorTier:
 
     def _trim(self, held: _Arm) -> None:
         while len(held.entries) > held.limit:
-            oldest, _ = held.entries.popitem(last=False)
-            held.index.remove(oldest)
+            held.drop(next(iter(held.entries)))
 
-    def _components(self, vector: bytes) -> npt.NDArray[np.int8]:
-        if len(vector) != self.dim:
-            raise ValueError(f"vector tier: expected a vector of {self.dim} int8 bytes, got {len(vector)} bytes")
-        return np.frombuffer(vector, dtype=np.int8)
+    def _neighbours(self, arm: str, query: npt.NDArray[np.int8], k: int, where: Where | None) -> list[tuple[bytes, bytes, float]]:
+        held = self._arms.get(arm)
+        if held is None or not held.entries or not query.any():
+            return []
+        return self._reached(held, query, k, where)[1]
+
+    def _reached(
+        self, held: _Arm, query: npt.NDArray[np.int8], k: int, where: Where | None
+    ) -> tuple[float, list[tuple[bytes, bytes, float]]]:
+        """Return the least cosine met among the ``k`` nearest, whatever the filter, and those that pass it."""
+        found = held.index.search(query, min(k, len(held.entries)))
+        names = [name for name in found.keys.tolist() if name in held.entries]
+        if not names:
+            return -1.0, []
+        met = self._compared(query, [held.entries[name] for name in names], None)
+        if where is None:
+            return met[-1][2], met
+        wanted = {held.entries[name].key for name in names if where.fits(held.entries[name].meta)}
+        return met[-1][2], [each for each in met if each[0] in wanted]
+
+    def _compared(
+        self, query: npt.NDArray[np.int8], entries: Sequence[_Held], where: Where | None
+    ) -> list[tuple[bytes, bytes, float]]:
+        """Return (key, context, exact cosine) of those that pass the filter, the most similar first."""
+        if where is not None:
+            entries = [entry for entry in entries if where.fits(entry.meta)]
+        vectors = np.frombuffer(b"".join(entry.vector for entry in entries), np.int8).reshape(-1, self.dim)
+        similarities = cosines(query, vectors).tolist()
+        pairs = zip(entries, similarities, strict=True)
+        return sorted(((entry.key, entry.context, cosine) for entry, cosine in pairs), key=_descending)
+
+    def _shared(self, meta: EntryMeta) -> EntryMeta:
+        """Return equal metadata as one object: many entries differ in nothing but their texts, which are not kept."""
+        bare = replace(meta, text="") if meta.text else meta
+        if len(self._metas) >= _MOST_METAS:
+            self._metas.clear()
+        return self._metas.setdefault(bare, bare)
+
+
+_MOST_METAS = 10_000
+
+
+def _descending(found: tuple[bytes, bytes, float]) -> float:
+    return -found[2]
+
+
+class UsearchStore:
+    """A :class:`VectorTier` as a :class:`serving.tiers.vector_store.VectorStore`.
+
+    Args:
+        dim: Components of a vector.
+        tier: The index; None makes one. Its methods do not await, for callers who cannot.
+    """
+
+    name = "usearch"
+    shared = False
+
+    def __init__(self, *, dim: int = DIM, tier: VectorTier | None = None) -> None:
+        self.tier = tier or VectorTier(dim=dim)
+        self.dim = self.tier.dim
+
+    async def add(self, arm: str, items: Sequence[VectorItem]) -> None:
+        """Keep vectors; see :meth:`serving.tiers.vector_store.VectorStore.add`.
+
+        Raises:
+            ValueError: If a vector does not have ``dim`` bytes; then none is kept.
+        """
+        for item in deduplicated(items, self.dim):
+            self.tier.add(arm, item.key, item.context, item.vector, item.meta)
+
+    async def remove(self, arm: str, keys: Sequence[bytes]) -> None:
+        """Remove the keys' vectors."""
+        for key in keys:
+            self.tier.remove(arm, key)
+
+    async def near(
+        self, arm: str, context: bytes, vector: bytes, *, floor: float, k: int = 8, where: Where | None = None
+    ) -> list[Neighbour]:
+        """Return the nearest entries; :meth:`near_now` does the same without awaiting.
+
+        Raises:
+            ValueError: If the vector does not have ``dim`` bytes.
+        """
+        return self.near_now(arm, context, vector, floor=floor, k=k, where=where)
+
+    def near_now(
+        self, arm: str, context: bytes, vector: bytes, *, floor: float, k: int = 8, where: Where | None = None
+    ) -> list[Neighbour]:
+        """Return the nearest entries; see :meth:`serving.tiers.vector_store.VectorStore.near`.
+
+        Raises:
+            ValueError: If the vector does not have ``dim`` bytes.
+        """
+        found = self.tier.near(arm, context, vector, floor=floor, k=k, where=where)
+        alike = [Neighbour(*each) for each in found if each[2] >= floor]
+        return [each for each in alike if each.context == context][:k] or alike
+
+    async def count(self, arm: str) -> int:
+        """Return how many vectors the arm has."""
+        return self.tier.count(arm)
+
+    async def limit(self, arm: str, entries: int) -> None:
+        """Set how many vectors the arm may have; the earliest added beyond that are removed."""
+        self.tier.limit(arm, entries)
+
+    async def flush(self, arm: str) -> None:
+        """Remove every vector of the arm."""
+        self.tier.flush(arm)
+
+    async def close(self) -> None:
+        """Drop everything."""
+        self.tier.close()
