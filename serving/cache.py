@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
-from serving.policy import CacheRules, Candidate, Decision, Outcome, decide, is_live, worth_fetching
+from serving.policy import Asked, CacheRules, Candidate, Decision, Outcome, decide, is_live, worth_fetching
 from serving.tiers.base import KEY_BYTES, Change, Entry, SharedTier, Tier, TierStats, TierUnavailable
 from serving.tiers.memory import MemoryTier
 from serving.tiers.vector import VectorTier
@@ -141,7 +141,7 @@ class TieredCache:
         entry = self.memory.get_now(arm, fp.key, touch=False)
         if entry is None:
             return None
-        decision = decide(fp, entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
+        decision = decide(Asked(fp), entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
         if decision.outcome != "hit":
             return None
         self._touched(arm, fp.key)
@@ -176,7 +176,7 @@ class TieredCache:
                 stored, reachable = None, False
             if stored is not None:
                 exact = stored
-        decision = decide(fp, exact, (), knobs=knobs, rules=self.rules, now=now)
+        decision = decide(Asked(fp), exact, (), knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._promote(arm, decision.entry)
             return _lookup(decision, self.store.name if self.store is not None else self.memory.name, b"")
@@ -189,7 +189,7 @@ class TieredCache:
         if not vector:
             return _lookup(decision, "", b"")
         candidates = await self._candidates(arm, fp, vector, knobs=knobs, now=now, reachable=reachable)
-        decision = decide(fp, exact, candidates, knobs=knobs, rules=self.rules, now=now)
+        decision = decide(Asked(fp), exact, candidates, knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._touched(arm, decision.entry.key)
             self._promote(arm, decision.entry)
@@ -208,7 +208,9 @@ class TieredCache:
         knobs = self.knobs(arm)
 
         def live(key: bytes, written_at: float | None) -> bool:
-            return written_at is not None and is_live(key, written_at, now=now, knobs=knobs, rules=self.rules, ahead=ahead)
+            if written_at is None:
+                return False
+            return is_live(Entry(key, b"", written_at), now=now, knobs=knobs, rules=self.rules, ahead=ahead)
 
         result = [live(key, written) for key, written in zip(keys, await self.memory.written_at(arm, keys), strict=True)]
         if self.store is None or all(result):
@@ -237,7 +239,7 @@ class TieredCache:
             KeyError: If the arm has no knobs.
         """
         knobs = self.knobs(arm)
-        if not is_live(entry.key, entry.written_at, now=now, knobs=knobs, rules=self.rules):
+        if not is_live(entry, now=now, knobs=knobs, rules=self.rules):
             return 0
         if self.store is None:
             evicted = self.memory.put_now(arm, entry)
@@ -327,9 +329,9 @@ class TieredCache:
         threshold = self.rules.semantic_threshold
         near = [Candidate(*found) for found in self.vectors.near(arm, fp.context, vector, floor=threshold)]
         fetched: dict[bytes, Entry] = {}
-        for candidate in worth_fetching(fp, near, self.rules):
+        for candidate in worth_fetching(Asked(fp), near, self.rules):
             entry = self.memory.get_now(arm, candidate.key, touch=False)
-            live = entry is not None and is_live(entry.key, entry.written_at, now=now, knobs=knobs, rules=self.rules)
+            live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
             if not live and self.store is not None:
                 if not reachable:
                     continue
@@ -339,7 +341,7 @@ class TieredCache:
                     reachable = False
                     continue
                 entry = stored
-                live = entry is not None and is_live(entry.key, entry.written_at, now=now, knobs=knobs, rules=self.rules)
+                live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
             if entry is not None:
                 fetched[candidate.key] = entry
             if live:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serving.keys import key64, ttl_jitter
 from serving.knobs import Knobs
-from serving.policy import CacheRules, Candidate, Rule, decide, effective_ttl, is_live, staleness, worth_fetching
+from serving.policy import Asked, CacheRules, Candidate, Rule, decide, effective_ttl, is_live, staleness, worth_fetching
 from tests.serving.entries import CONTEXT, entry, key, request
 
 KNOBS = Knobs(1000, 100.0)
@@ -52,7 +52,7 @@ def candidate(number: int, similarity: float, written_at: float | None, context:
 )
 def test_rules(exact: float | None, candidates: list[Candidate], rule: Rule, answer: int | None, expired: bool) -> None:
     own = None if exact is None else entry(0, written_at=exact)
-    decision = decide(request(0, "text"), own, candidates, knobs=KNOBS, rules=RULES, now=NOW)
+    decision = decide(Asked(request(0, "text")), own, candidates, knobs=KNOBS, rules=RULES, now=NOW)
     assert (decision.rule, decision.expired) == (rule, expired)
     if answer is None:
         assert (decision.outcome, decision.entry, decision.age, decision.stale, decision.similarity) == ("miss", None, 0, 0, 0)
@@ -63,14 +63,14 @@ def test_rules(exact: float | None, candidates: list[Candidate], rule: Rule, ans
 
 
 def test_a_hit_tells_its_age_and_expected_staleness() -> None:
-    decision = decide(request(0), entry(0, written_at=NOW - 50.0), [], knobs=KNOBS, rules=RULES, now=NOW)
+    decision = decide(Asked(request(0)), entry(0, written_at=NOW - 50.0), [], knobs=KNOBS, rules=RULES, now=NOW)
     assert (decision.age, decision.stale, decision.similarity) == (50.0, 0.5, 1.0)
-    future = decide(request(0), entry(0, written_at=NOW + 5.0), [], knobs=KNOBS, rules=RULES, now=NOW)
+    future = decide(Asked(request(0)), entry(0, written_at=NOW + 5.0), [], knobs=KNOBS, rules=RULES, now=NOW)
     assert (future.age, future.stale) == (0.0, 0.0)
 
 
 def test_a_semantic_hit_tells_its_similarity() -> None:
-    decision = decide(request(0, "t"), None, [candidate(1, 0.93, NOW - 100.0)], knobs=KNOBS, rules=RULES, now=NOW)
+    decision = decide(Asked(request(0, "t")), None, [candidate(1, 0.93, NOW - 100.0)], knobs=KNOBS, rules=RULES, now=NOW)
     assert (decision.age, decision.stale, decision.similarity) == (100.0, 0.75, 0.93)
 
 
@@ -80,8 +80,8 @@ def test_answers_that_never_become_outdated_are_never_stale() -> None:
 
 def test_a_shorter_ttl_acts_on_what_is_already_stored() -> None:
     stored = entry(0, written_at=NOW - 50.0)
-    assert decide(request(0), stored, [], knobs=Knobs(1, 49.0), rules=RULES, now=NOW).rule == Rule.EXACT_EXPIRED
-    assert decide(request(0), stored, [], knobs=Knobs(1, math.inf), rules=RULES, now=NOW).rule == Rule.EXACT_HIT
+    assert decide(Asked(request(0)), stored, [], knobs=Knobs(1, 49.0), rules=RULES, now=NOW).rule == Rule.EXACT_EXPIRED
+    assert decide(Asked(request(0)), stored, [], knobs=Knobs(1, math.inf), rules=RULES, now=NOW).rule == Rule.EXACT_HIT
 
 
 @given(number=st.integers(0, 10_000), ttl=st.floats(1, 1e6), spread=st.floats(0, 0.9))
@@ -90,18 +90,18 @@ def test_each_key_expires_at_its_own_moment_within_the_jitter(number: int, ttl: 
     assert effective == pytest.approx(ttl * ttl_jitter(key64(key(number)), spread))
     assert ttl * (1 - spread) * (1 - 1e-12) <= effective <= ttl
     rules, knobs = CacheRules(ttl_jitter=spread), Knobs(1, ttl)
-    assert is_live(key(number), 0.0, now=effective, knobs=knobs, rules=rules)
-    assert not is_live(key(number), 0.0, now=effective * (1 + 1e-9) + 1e-9, knobs=knobs, rules=rules)
+    assert is_live(entry(number), now=effective, knobs=knobs, rules=rules)
+    assert not is_live(entry(number), now=effective * (1 + 1e-9) + 1e-9, knobs=knobs, rules=rules)
 
 
 def test_an_entry_near_its_end_is_not_live_for_a_refresh_ahead() -> None:
     for age, live in ((79.0, True), (81.0, False)):
-        assert is_live(key(0), NOW - age, now=NOW, knobs=KNOBS, rules=RULES, ahead=0.2) is live
+        assert is_live(entry(0, written_at=NOW - age), now=NOW, knobs=KNOBS, rules=RULES, ahead=0.2) is live
 
 
 def test_only_near_neighbours_of_the_same_context_are_worth_fetching_the_nearest_first() -> None:
     near = [candidate(1, 0.91, None), candidate(2, 0.99, None, OTHER), candidate(3, 0.95, None), candidate(4, 0.89, None)]
-    assert [found.key for found in worth_fetching(request(0, "t"), near, RULES)] == [key(3), key(1)]
+    assert [found.key for found in worth_fetching(Asked(request(0, "t")), near, RULES)] == [key(3), key(1)]
 
 
 @pytest.mark.parametrize(
