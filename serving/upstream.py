@@ -1,20 +1,27 @@
 """The model behind the cache: an HTTP client of any OpenAI-compatible server.
 
 Answers are passed through as they came, status and bytes. What the network does to us becomes an answer too: 502 or 504 in
-OpenAI's error shape, naming the base URL, so that a client sees one kind of error.
+OpenAI's error shape, naming the base URL, so that a client sees one kind of error. What is tried again, and what is not, is a
+matter of :mod:`serving.retries`; how many calls run at once, of :mod:`serving.turns`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import aiohttp
 import orjson
 
+from serving.retries import RETRIED, RetryRules, retry_after
 from serving.settings import UpstreamSettings
+from serving.turns import Overloaded, Turns
 
 JSON = "application/json"
 COMPLETE = ("stop", "tool_calls", "function_call")
@@ -37,7 +44,7 @@ class UpstreamAnswer:
     """One complete answer.
 
     Attributes:
-        status: HTTP status; 502 or 504 where there was no answer.
+        status: HTTP status; 502 or 504 where there was no answer, or only a part of one.
         body: Its bytes, decompressed.
         content_type: Media type.
         headers: Headers worth passing back.
@@ -54,6 +61,18 @@ class UpstreamAnswer:
     def ok(self) -> bool:
         """Whether the status is 2xx."""
         return 200 <= self.status < 300
+
+
+class Interrupted(RuntimeError):
+    """The upstream broke off an answer of which a part has arrived: the connection was lost, or it paused for too long.
+
+    Attributes:
+        answer: The error as an answer (502 or 504), for callers who have passed on nothing yet.
+    """
+
+    def __init__(self, answer: UpstreamAnswer, message: str) -> None:
+        super().__init__(message)
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +136,38 @@ class Upstream:
     """A connection pool to the upstream. Open it within the event loop that uses it.
 
     Args:
-        settings: Where it is and how long it may take.
+        settings: Where it is, how long it may take, how often it is tried and how many calls it gets at once.
+        draw: Uniform random numbers from 0 to 1, for the jitter between two tries.
     """
 
-    def __init__(self, settings: UpstreamSettings) -> None:
+    def __init__(self, settings: UpstreamSettings, *, draw: Callable[[], float] = random.random) -> None:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
         self._allowed = frozenset(name.encode("latin-1") for name in settings.forward_headers)
-        self.inflight = 0
+        self._turns = Turns(settings.max_inflight, settings.max_waiting, settings.max_wait)
+        self._retry = RetryRules(settings.retries, settings.backoff, settings.max_backoff)
+        self._draw = draw
+        self.retried = 0
+
+    @property
+    def inflight(self) -> int:
+        """Calls under way."""
+        return self._turns.running
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for their turn."""
+        return self._turns.waiting
+
+    @property
+    def refused(self) -> int:
+        """Calls that got no turn, since the start."""
+        return self._turns.refused
 
     async def open(self) -> None:
         """Open the pool; nothing is sent yet."""
-        timeout = aiohttp.ClientTimeout(total=self._settings.timeout, sock_connect=self._settings.connect_timeout)
-        # limit=0: how many calls run at once is for the model's own queue to decide
+        # The other deadlines are ours: aiohttp's do not know a first byte. limit=0: the turns decide how many calls run at once.
+        timeout = aiohttp.ClientTimeout(total=None, connect=self._settings.connect_timeout)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True)
 
@@ -156,75 +194,176 @@ class Upstream:
         kept["content-type"] = JSON
         return kept
 
+    async def call(self, path: str, body: bytes | None, headers: Mapping[str, str], *, method: str = "POST") -> UpstreamAnswer:
+        """Make one call and return the whole answer; never raises for what the network or the upstream does.
+
+        Cancelled, it closes the upstream's connection at once.
+
+        Args:
+            path: Below the base URL, with its slash: ``/chat/completions``.
+            body: The request's body; None for none.
+            headers: As :meth:`forwarded` returns them.
+            method: Calls by GET ask nothing of the model and so need no turn.
+
+        Raises:
+            Overloaded: If there was no turn for it; nothing was sent.
+        """
+        try:
+            async with self._answer(method, path, body, headers) as (head, chunks):
+                return replace(head, body=b"".join([chunk async for chunk in chunks]))
+        except Interrupted as error:
+            return error.answer
+
+    @overload
+    def stream(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]: ...
+
+    @overload
+    def stream(
+        self, path: bytes, body: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]: ...
+
+    def stream(
+        self, path: str | bytes, body: bytes | Mapping[str, str], headers: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]:
+        """Make one call whose answer is passed on as it comes.
+
+        Leaving the context before the answer's end closes the upstream's connection at once, whatever the reason.
+
+        Args:
+            path: Below the base URL, with its slash: ``/chat/completions``.
+            body: The request's body.
+            headers: As :meth:`forwarded` returns them.
+
+        Returns:
+            A context that yields the answer's head (its ``body`` is empty) once the first byte is here, and an iterator of its
+            bytes as they come. Where the upstream cannot be reached the head is the error and the bytes are the error's body. The
+            iterator raises :class:`Interrupted` if the upstream breaks off; entering the context raises :class:`Overloaded` if
+            there is no turn.
+        """
+        if isinstance(path, bytes):
+            assert isinstance(body, Mapping)
+            return self._answer("POST", "/chat/completions", path, body)
+        assert isinstance(body, bytes)
+        assert headers is not None
+        return self._answer("POST", path, body, headers)
+
     async def chat(self, body: bytes, headers: Mapping[str, str]) -> UpstreamAnswer:
-        """Ask for a completion and return the whole answer; never raises for what the network or the upstream does."""
-        return await self._request("POST", "/chat/completions", headers, body)
+        """Ask for a chat completion; like :meth:`call`, an overload being an answer, too."""
+        try:
+            return await self.call("/chat/completions", body, headers)
+        except Overloaded as error:
+            return overloaded(error)
 
     async def models(self, headers: Mapping[str, str]) -> UpstreamAnswer:
         """Return the upstream's list of models."""
-        return await self._request("GET", "/models", headers, None)
+        return await self.call("/models", None, headers, method="GET")
 
     @asynccontextmanager
-    async def stream(self, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[tuple[UpstreamAnswer, AsyncIterator[bytes]]]:
-        """Ask for a streamed completion.
-
-        Yields:
-            The answer's head (its ``body`` is empty), and its bytes as they come. Where the upstream cannot be reached the head
-            is the error and the bytes are the error's body.
-        """
-        self.inflight += 1
-        try:
-            try:
-                # A redirect is passed on: followed, it could take the credentials to another host.
-                response = await self._open_session().post(
-                    self._url("/chat/completions"), data=body, headers=dict(headers), allow_redirects=False
-                )
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                failed = self._failure(error)
-                yield failed, _once(failed.body)
+    async def _answer(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[tuple[UpstreamAnswer, AsyncIterator[bytes]]]:
+        async with self._turns.turn() if method != "GET" else nullcontext():
+            deadline = time.monotonic() + self._settings.timeout
+            begun = await self._begin(method, path, body, headers, deadline)
+            if isinstance(begun, UpstreamAnswer):
+                yield replace(begun, body=b""), _once(begun.body)
                 return
-            async with response:
-                yield _head(response, b""), response.content.iter_any()
-        finally:
-            self.inflight -= 1
+            response, first = begun
+            try:
+                yield _head(response), self._chunks(response, first, deadline)
+            finally:
+                response.close()  # after its end this is nothing: the connection is back in the pool
 
-    async def _request(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> UpstreamAnswer:
-        self.inflight += 1
-        try:
-            async with self._open_session().request(
-                method, self._url(path), data=body, headers=dict(headers), allow_redirects=False
-            ) as response:
-                return _head(response, await response.read())
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return self._failure(error)
-        finally:
-            self.inflight -= 1
+    async def _begin(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], deadline: float
+    ) -> tuple[aiohttp.ClientResponse, bytes] | UpstreamAnswer:
+        """Try until there is a first byte, or an error to live with."""
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                response, first = await self._try(method, path, body, headers, deadline)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                failed = self._failure(error, self._settings.first_byte_timeout)
+                wait = self._retry.wait(tried, self._draw()) if failed.status != 504 else None
+                if wait is None or time.monotonic() + wait >= deadline:
+                    return failed
+            else:
+                if response.status not in RETRIED:
+                    return response, first
+                asked = retry_after(response.headers.get("retry-after"), now=time.time())
+                wait = self._retry.wait(tried, self._draw(), asked=asked)
+                if wait is None or time.monotonic() + wait >= deadline:
+                    return response, first
+                response.close()
+            self.retried += 1
+            await asyncio.sleep(wait)
+
+    async def _try(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], deadline: float
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        async with asyncio.timeout(_within(self._settings.first_byte_timeout, deadline)):
+            # A redirect is passed on: followed, it could take the credentials to another host.
+            response = await self._open_session().request(
+                method, self._settings.base_url + path, data=body, headers=dict(headers), allow_redirects=False
+            )
+            try:
+                return response, await response.content.readany()
+            except BaseException:
+                response.close()
+                raise
+
+    async def _chunks(self, response: aiohttp.ClientResponse, first: bytes, deadline: float) -> AsyncIterator[bytes]:
+        chunk = first
+        while chunk:
+            yield chunk
+            try:
+                async with asyncio.timeout(_within(self._settings.idle_timeout, deadline)):
+                    chunk = await response.content.readany()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                failed = self._failure(error, self._settings.idle_timeout, begun=True)
+                raise Interrupted(failed, orjson.loads(failed.body)["error"]["message"]) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("upstream: open() was not awaited, or it is closed")
         return self._session
 
-    def _url(self, path: str) -> str:
-        return self._settings.base_url + path
-
-    def _failure(self, error: BaseException) -> UpstreamAnswer:
+    def _failure(self, error: BaseException, limit: float | None, *, begun: bool = False) -> UpstreamAnswer:
         base = self._settings.base_url
         # connecting too slowly is "unreachable", not "slow to answer"
         if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
-            message = f"the upstream at {base} did not answer within {self._settings.timeout:g} s"
-            return UpstreamAnswer(504, openai_error(message, "upstream_error", code="upstream_timeout"), reached=False)
-        message = f"the upstream at {base} cannot be reached: {error or type(error).__name__}"
-        return UpstreamAnswer(502, openai_error(message, "upstream_error", code="upstream_unreachable"), reached=False)
+            seconds = min(self._settings.timeout, math.inf if limit is None else limit)
+            what = "did not go on with its answer" if begun else "did not answer"
+            message = f"the upstream at {base} {what} within {seconds:g} s"
+            return UpstreamAnswer(504, openai_error(message, "upstream_error", code="upstream_timeout"), reached=begun)
+        what = "broke off its answer" if begun else "cannot be reached"
+        message = f"the upstream at {base} {what}: {error or type(error).__name__}"
+        code = "upstream_interrupted" if begun else "upstream_unreachable"
+        return UpstreamAnswer(502, openai_error(message, "upstream_error", code=code), reached=begun)
 
 
-def _head(response: aiohttp.ClientResponse, body: bytes) -> UpstreamAnswer:
+def overloaded(error: Overloaded) -> UpstreamAnswer:
+    """Return the answer for those who get no turn: 429 with ``Retry-After``, which OpenAI's clients heed by themselves."""
+    message = f"the gateway takes no more calls to the upstream now: {error}; try again in {error.retry_after} s"
+    body = openai_error(message, "rate_limit_error", code="overloaded")
+    return UpstreamAnswer(429, body, headers={"retry-after": str(error.retry_after)}, reached=False)
+
+
+def _within(limit: float | None, deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    return remaining if limit is None else min(limit, remaining)
+
+
+def _head(response: aiohttp.ClientResponse) -> UpstreamAnswer:
     kept = {
         name.lower(): _as_sent(value)
         for name, value in response.headers.items()
         if name.lower() in PASSED_BACK or name.lower().startswith("x-ratelimit-")
     }
-    return UpstreamAnswer(response.status, body, _as_sent(response.headers.get("content-type", JSON)), kept)
+    return UpstreamAnswer(response.status, b"", _as_sent(response.headers.get("content-type", JSON)), kept)
 
 
 def _as_sent(value: str) -> str:
