@@ -207,21 +207,19 @@ class TieredCache:
         """:meth:`is_live` of many keys in one round trip to the store, no bodies fetched; in the order of ``keys``."""
         knobs = self.knobs(arm)
 
-        def live(key: bytes, written_at: float | None) -> bool:
-            if written_at is None:
-                return False
-            return is_live(Entry(key, b"", written_at), now=now, knobs=knobs, rules=self.rules, ahead=ahead)
+        def live(head: Entry | None) -> bool:
+            return head is not None and is_live(head, now=now, knobs=knobs, rules=self.rules, ahead=ahead)
 
-        result = [live(key, written) for key, written in zip(keys, await self.memory.written_at(arm, keys), strict=True)]
+        result = [live(head) for head in await self.memory.heads(arm, keys)]
         if self.store is None or all(result):
             return result
         unsure = [index for index, known in enumerate(result) if not known]
         try:
-            written_at = await self.store.written_at(arm, [keys[index] for index in unsure])
+            heads = await self.store.heads(arm, [keys[index] for index in unsure])
         except TierUnavailable:
             return [True] * len(keys)
-        for index, written in zip(unsure, written_at, strict=True):
-            result[index] = live(keys[index], written)
+        for index, head in zip(unsure, heads, strict=True):
+            result[index] = live(head)
         return result
 
     # -- writing -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import orjson
@@ -36,6 +36,7 @@ class Entry:
         complete: False for a stream that was interrupted: it may be continued, never served as an answer.
         ttl: Seconds that the entry may live at most, whatever the arm's TTL; inf: no limit of its own.
         renewed: Seconds after ``written_at`` at which its life began anew, where hits extend it.
+        overhead: Bytes that it takes beside its parts: of encryption, or of parts that were left out of a head.
     """
 
     key: bytes
@@ -50,11 +51,16 @@ class Entry:
     complete: bool = True
     ttl: float = math.inf
     renewed: float = 0.0
+    overhead: int = field(default=0, compare=False)
 
     @property
     def size(self) -> int:
-        """Bytes that the entry takes from its arm's budget: key, body, context, vector and metadata."""
-        return KEY_BYTES + len(self.body) + len(self.context) + len(self.vector) + len(self.meta)
+        """Bytes that the entry takes from its arm's budget: key, body, context, vector, metadata and overhead."""
+        return KEY_BYTES + len(self.body) + len(self.context) + len(self.vector) + len(self.meta) + self.overhead
+
+    def head(self) -> Entry:
+        """Return it without its body and vector; its size stays what it was."""
+        return replace(self, body=b"", vector=b"", overhead=self.overhead + len(self.body) + len(self.vector))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,10 @@ class Tier(Protocol):
         """
         ...
 
+    def charged(self, entry: Entry) -> Entry:
+        """Return the entry with the overhead that it would have in this tier, so that its size is what it is charged."""
+        ...
+
     async def touch(self, arm: str, key: bytes) -> None:
         """Make the entry the most recently used, if it is there."""
         ...
@@ -160,12 +170,30 @@ class Tier(Protocol):
         """Like :meth:`touch` without waiting: in effect at the latest when this client's next call on the arm evicts."""
         ...
 
-    async def written_at(self, arm: str, keys: Sequence[bytes]) -> list[float | None]:
-        """Return when each entry was written (None: not there), without its body and without making it recently used."""
+    async def renew(self, arm: str, key: bytes, at: float) -> bool:
+        """Begin the entry's life anew at ``at`` (the clock of ``written_at``), if it is there and that is later than it did.
+
+        It does not become recently used by that. Times are kept to a float32 of the seconds since it was written.
+
+        Returns:
+            Whether the entry was there.
+        """
+        ...
+
+    async def heads(self, arm: str, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return the entries without body and vector (:meth:`Entry.head`), None where there is none, using none of them."""
+        ...
+
+    def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
+        """Yield the heads of all entries, in steps and in no order; what is put or dropped meanwhile may be among them or not."""
         ...
 
     async def delete(self, arm: str, key: bytes) -> bool:
         """Remove the entry; whether it was there."""
+        ...
+
+    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
+        """Remove the entries; how many of them were there."""
         ...
 
     async def resize(self, arm: str, budget: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from serving.tiers.base import Entry, OnEvict, TierStats
+
+SCAN_STEP = 256
+"""Entries of one step of a scan."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,16 @@ class MemoryTier:
         held.used -= old.size
         return True
 
+    def renew_now(self, arm: str, key: bytes, at: float) -> bool:
+        """:meth:`renew` without awaiting."""
+        held = self._arms.get(arm)
+        entry = held.entries.get(key) if held is not None else None
+        if held is None or entry is None:
+            return False
+        if at - entry.written_at > entry.renewed:
+            held.entries[key] = replace(entry, renewed=at - entry.written_at)
+        return True
+
     def resize_now(self, arm: str, budget: int) -> int:
         """:meth:`resize` without awaiting."""
         if budget < 0:
@@ -96,18 +109,37 @@ class MemoryTier:
         """Store the entry as the most recently used; return how many others were evicted for it."""
         return self.put_now(arm, entry)
 
+    def charged(self, entry: Entry) -> Entry:
+        """Return the entry as it is: here it has no overhead of its own."""
+        return entry
+
     async def touch(self, arm: str, key: bytes) -> None:
         """Make the entry the most recently used, if it is there."""
         self.get_now(arm, key)
 
-    async def written_at(self, arm: str, keys: Sequence[bytes]) -> list[float | None]:
-        """Return when each entry was written; None where it is not there."""
+    async def renew(self, arm: str, key: bytes, at: float) -> bool:
+        """Begin the entry's life anew at ``at``, if it is there; whether it was."""
+        return self.renew_now(arm, key, at)
+
+    async def heads(self, arm: str, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return the entries without body and vector; None where there is none."""
         found = (self.get_now(arm, key, touch=False) for key in keys)
-        return [None if entry is None else entry.written_at for entry in found]
+        return [None if entry is None else entry.head() for entry in found]
+
+    async def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
+        """Yield the heads of all entries that were there at the start."""
+        held = self._arms.get(arm)
+        entries = list(held.entries.values()) if held is not None else []
+        for first in range(0, len(entries), SCAN_STEP):
+            yield [entry.head() for entry in entries[first : first + SCAN_STEP]]
 
     async def delete(self, arm: str, key: bytes) -> bool:
         """Remove the entry; whether it was there."""
         return self.delete_now(arm, key)
+
+    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
+        """Remove the entries; how many of them were there."""
+        return sum(self.delete_now(arm, key) for key in keys)
 
     async def resize(self, arm: str, budget: int) -> int:
         """Set the arm's budget in bytes; return how many entries were evicted.

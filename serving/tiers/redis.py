@@ -8,19 +8,20 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from serving.breaker import CircuitBreaker
+from serving.crypto import Sealer
+from serving.redis_url import shown
 from serving.tiers import redis_scripts as scripts
 from serving.tiers.base import KEY_BYTES, Change, Entry, OnEvict, TierStats, TierUnavailable
-from serving.tiers.codec import header_time, pack, unpack, unpack_head
+from serving.tiers.codec import Seal, overhead, pack, unpack, unpack_head, unpack_vector
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 RESIZE_STEP = 500
 """Most evictions of one step of a shrink: Redis serves others in between (a step takes about 1 ms)."""
+DELETE_STEP = 500
+"""Keys of one step of :meth:`RedisTier.delete_many`."""
+SCAN_STEP = 256
 RECENT_STEP = 256
 _SENDER_BYTES = 8
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -64,7 +68,7 @@ class RedisTier:
     arm that nobody uses for ``idle_seconds`` disappears.
 
     Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``.
+        url: ``redis://``, ``rediss://`` (with certificates: :func:`serving.redis_url.secured`) or ``unix://``.
         namespace: Separates caches on one Redis.
         read_deadline: Seconds that a read may take.
         write_deadline: Seconds that any other call may take (each step of a shrink).
@@ -72,7 +76,9 @@ class RedisTier:
         cooldown: Seconds that it stays open.
         touch_interval: Seconds after which gathered touches are sent at the latest.
         idle_seconds: Seconds after which an unused arm is garbage.
-        max_connections: Connections of this client.
+        max_connections: Connections of this client; a call that finds all of them busy waits, within its deadline, for one.
+        sealer: Encrypts answers and metadata before they leave the process; None: they are stored in the clear. What was stored
+            with another key, or without one, is a miss.
         clock: A monotonic clock, seconds.
 
     Raises:
@@ -93,11 +99,13 @@ class RedisTier:
         touch_interval: float = 0.05,
         idle_seconds: int = 7 * 86_400,
         max_connections: int = 16,
+        sealer: Sealer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_evict: OnEvict | None = None
-        self.url = url
+        self.url = shown(url)
         self.namespace = check_name("redis tier: namespace", namespace)
+        self._sealer = sealer
         self._read_deadline = read_deadline
         self._write_deadline = write_deadline
         self._touch_interval = touch_interval
@@ -123,6 +131,7 @@ class RedisTier:
         self._touch = register(scripts.TOUCH)
         self._delete = register(scripts.DELETE)
         self._resize = register(scripts.RESIZE)
+        self._renew = register(scripts.RENEW)
         self._flush = register(scripts.FLUSH)
         self._heads = register(scripts.HEADS)
         self._recent = register(scripts.RECENT)
@@ -145,7 +154,7 @@ class RedisTier:
             stored = await self._run(self._get, arm, key, deadline=self._read_deadline)
         else:
             stored = await self._call(lambda: self._redis.hget(self._keys(arm)[0], key), self._read_deadline)
-        return unpack(key, stored) if stored is not None else None
+        return unpack(key, stored, self._seal(arm)) if stored is not None else None
 
     async def put(self, arm: str, entry: Entry) -> int:
         """Store the entry as the most recently used; return how many others were evicted for it.
@@ -155,8 +164,12 @@ class RedisTier:
             ValueError: If the key does not have 32 bytes.
         """
         announcement = bytes([len(entry.context)]) + entry.context + entry.vector if entry.vector else b"\0"
-        gone = await self._run(self._put, arm, entry.key, pack(entry), self._budgets.get(arm, 0), announcement)
+        gone = await self._run(self._put, arm, entry.key, pack(entry, self._seal(arm)), self._budgets.get(arm, 0), announcement)
         return self._dropped(arm, gone)
+
+    def charged(self, entry: Entry) -> Entry:
+        """Return the entry with the overhead that it has here: it is charged more where it is sealed."""
+        return replace(entry, overhead=overhead(entry, self._seal(""))) if self._sealer is not None else entry
 
     async def touch(self, arm: str, key: bytes) -> None:
         """Make the entry the most recently used, if it is there.
@@ -173,15 +186,43 @@ class RedisTier:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._touch_interval, self._send_touches)
 
-    async def written_at(self, arm: str, keys: Sequence[bytes]) -> list[float | None]:
-        """Return when each entry was written; None where it is not there, or of an unknown version.
+    async def renew(self, arm: str, key: bytes, at: float) -> bool:
+        """Begin the entry's life anew at ``at``, if it is there; whether it was. O(size of the entry).
 
         Raises:
             TierUnavailable: If Redis did not answer in time or refused.
         """
-        entries = self._keys(arm)[0]
-        heads = await self._call(lambda: self._heads(keys=[entries], args=keys), self._write_deadline) if keys else []
-        return [None if head is None else header_time(head) for head in heads]
+        return bool(await self._run(self._renew, arm, key, at))
+
+    async def heads(self, arm: str, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return the entries without body and vector; None where there is none, or none that can be read. One round trip.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        if not keys:
+            return []
+        entries, seal = self._keys(arm)[0], self._seal(arm)
+        found = await self._call(lambda: self._heads(keys=[entries], args=keys), self._write_deadline)
+        heads = zip(keys, found[::2], found[1::2], strict=True)
+        return [None if head is None else unpack_head(key, head, size, seal) for key, head, size in heads]
+
+    async def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
+        """Yield the heads of all entries that can be read, in steps of two round trips; one may come twice.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        order = self._keys(arm)[1]
+        cursor = 0
+        while True:
+            cursor, members = await self._call(lambda: self._redis.zscan(order, cursor, count=SCAN_STEP), self._write_deadline)  # noqa: B023
+            names: list[Any] = [name for name, _ in members]
+            for first in range(0, len(names), SCAN_STEP):
+                heads = await self.heads(arm, names[first : first + SCAN_STEP])
+                yield [head for head in heads if head is not None]
+            if cursor == 0:
+                return
 
     async def delete(self, arm: str, key: bytes) -> bool:
         """Remove the entry; whether it was there.
@@ -190,6 +231,17 @@ class RedisTier:
             TierUnavailable: If Redis did not answer in time or refused.
         """
         return bool(await self._run(self._delete, arm, key))
+
+    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
+        """Remove the entries; how many of them were there. A round trip for each :data:`DELETE_STEP`.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused; some may be gone.
+        """
+        count = 0
+        for first in range(0, len(keys), DELETE_STEP):
+            count += int(await self._run(self._delete, arm, *keys[first : first + DELETE_STEP]))
+        return count
 
     async def resize(self, arm: str, budget: int) -> int:
         """Set the arm's budget in bytes; return how many entries were evicted.
@@ -273,9 +325,9 @@ class RedisTier:
             last = min(first + RECENT_STEP, limit) - 1
             found = await self._call(lambda: self._recent(keys=[entries, order], args=[first, last]), self._write_deadline)  # noqa: B023
             for key, stored in zip(found[::2], found[1::2], strict=True):
-                head = unpack_head(key, stored)
-                if head is not None and head.vector:
-                    result.append((key, head.context, head.vector))
+                searched = unpack_vector(stored)
+                if searched is not None and searched[1]:
+                    result.append((key, *searched))
             if len(found) < 2 * (last - first + 1):
                 break
         return result
@@ -289,7 +341,12 @@ class RedisTier:
             keys = self._names[arm] = (f"{base}:entries", f"{base}:order", f"{base}:state")
         return keys
 
-    async def _run(self, script: Any, arm: str, *args: bytes | int, deadline: float | None = None) -> Any:
+    def _seal(self, arm: str) -> Seal | None:
+        if self._sealer is None:
+            return None
+        return Seal(self._sealer, f"{self.namespace}:{arm}:".encode())  # a name has no colon: no two places share a scope
+
+    async def _run(self, script: Any, arm: str, *args: bytes | int | float, deadline: float | None = None) -> Any:
         """Run a script on the arm, touches first."""
         touched = self._touches.pop(arm, {})
         channel = f"cachepilot:{{{self.namespace}:{arm}}}:changes"
@@ -303,12 +360,12 @@ class RedisTier:
         try:
             async with asyncio.timeout(deadline):
                 result = await call()
-        except (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError) as error:
-            self._breaker.failed(self._clock())
-            raise TierUnavailable(f"redis tier: no answer from {self.url} within {deadline:g} s: {error!r}") from error
         except ResponseError as error:
             self._breaker.succeeded()  # it is alive
             raise TierUnavailable(f"redis tier: {self.url} refused: {error}") from error
+        except (RedisError, OSError, TimeoutError) as error:
+            self._breaker.failed(self._clock())
+            raise TierUnavailable(f"redis tier: no answer from {self.url} within {deadline:g} s: {error!r}") from error
         except BaseException:
             self._breaker.abandoned()
             raise

@@ -113,14 +113,34 @@ return gone
 """
 )
 
-# key -> whether it was there
+# keys... -> how many of them were there
 DELETE = (
     _PRELUDE
     + """
-local size = drop(ARGV[a + 1])
-if size > 0 then tell_gone({ARGV[a + 1]}) end
+local gone = {}
+for i = a + 1, #ARGV do
+  if drop(ARGV[i]) > 0 then gone[#gone + 1] = ARGV[i] end
+end
+tell_gone(gone)
 save()
-return size > 0 and 1 or 0
+return #gone
+"""
+)
+
+# key, time -> whether it was there. The stored form keeps its length, so its charge stays.
+RENEW = (
+    _PRELUDE
+    + """
+local key = ARGV[a + 1]
+local stored = redis.call('HGET', entries, key)
+if stored and #stored >= 32 and string.byte(stored) == 2 then
+  local renewed = tonumber(ARGV[a + 2]) - struct.unpack('<d', stored, 13)
+  if renewed > struct.unpack('<f', stored, 29) then
+    redis.call('HSET', entries, key, string.sub(stored, 1, 28) .. struct.pack('<f', renewed) .. string.sub(stored, 33))
+  end
+end
+if stored or touches > 0 then save() end
+return stored and 1 or 0
 """
 )
 
@@ -150,26 +170,35 @@ return count
 """
 )
 
-# keys... -> the first 32 bytes of each stored form, or nil. No common arguments.
+# keys... -> header, context and metadata of each stored form, its length, ...; nil and 0 where there is none. No common
+# arguments.
 HEADS = """
-local heads = {}
-for i = 1, #ARGV do
-  local stored = redis.call('HGET', KEYS[1], ARGV[i])
-  heads[i] = stored and string.sub(stored, 1, 32)
+local result = {}
+for i, key in ipairs(ARGV) do
+  local stored = redis.call('HGET', KEYS[1], key)
+  if stored and #stored >= 32 then
+    local context, low, high = string.byte(stored, 2, 4)
+    local meta_low, meta_high = string.byte(stored, 21, 22)
+    local meta = 32 + context + low + 256 * high
+    result[2 * i - 1] = string.sub(stored, 1, 32 + context) .. string.sub(stored, meta + 1, meta + meta_low + 256 * meta_high)
+    result[2 * i] = #stored
+  else
+    result[2 * i - 1], result[2 * i] = false, 0
+  end
 end
-return heads
+return result
 """
 
-# first rank, last rank by recency -> key, stored form without its body, ... KEYS: entries, order. No common arguments.
+# first rank, last rank by recency -> key, header, context and vector of its stored form, ... KEYS: entries, order. No common
+# arguments.
 RECENT = """
 local result = {}
 for _, key in ipairs(redis.call('ZREVRANGE', KEYS[2], ARGV[1], ARGV[2])) do
   local stored = redis.call('HGET', KEYS[1], key)
   if stored then
-    local low, high = string.byte(stored, 3, 4)
-    local meta_low, meta_high = string.byte(stored, 21, 22)
+    local context, low, high = string.byte(stored, 2, 4)
     result[#result + 1] = key
-    result[#result + 1] = string.sub(stored, 1, 32 + string.byte(stored, 2) + low + 256 * high + meta_low + 256 * meta_high)
+    result[#result + 1] = #stored < 32 and stored or string.sub(stored, 1, 32 + context + low + 256 * high)
   end
 end
 return result

@@ -8,13 +8,15 @@ import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from serving.crypto import Sealer
 from serving.redis_server import RedisServer
-from serving.tiers.base import KEY_BYTES, Entry, Tier
+from serving.tiers.base import KEY_BYTES, Entry, EntryMeta, Tier
 from serving.tiers.memory import MemoryTier
 from serving.tiers.redis import RedisTier
 
@@ -27,9 +29,10 @@ async def opened(kind: str, url: str) -> AsyncIterator[Callable[[], Tier]]:
     tiers: list[Tier] = []
     memory = MemoryTier()
     namespace = f"tiers-{os.getpid()}-{next(_numbers)}"
+    sealer = Sealer(bytes(range(32))) if kind == "sealed" else None
 
     def client() -> Tier:
-        tier: Tier = memory if kind == "memory" else RedisTier(url, namespace, read_deadline=5, write_deadline=5)
+        tier: Tier = memory if kind == "memory" else RedisTier(url, namespace, read_deadline=5, write_deadline=5, sealer=sealer)
         tiers.append(tier)
         return tier
 
@@ -194,14 +197,89 @@ async def test_flush_removes_one_arm_only_and_keeps_its_budget(tier: Tier) -> No
     assert (stats.entries, stats.bytes, stats.budget) == (1, 100, 300)
 
 
-async def test_when_entries_were_written_is_told_without_making_them_recent(tier: Tier) -> None:
-    await tier.resize("a", 200)
-    await tier.put("a", entry(1, written_at=11.5))
-    await tier.put("a", entry(2, written_at=12.0))
-    assert await tier.written_at("a", [key(2), key(9), key(1)]) == [12.0, None, 11.5]
-    assert await tier.written_at("a", []) == []
+def described(number: int, body: int = 100) -> Entry:
+    """An entry with everything that a head tells."""
+    return Entry(
+        key(number), bytes(body), 11.5, 3, 5, b"c" * 32, bytes(384), EntryMeta(model="m", tags=("t",)).dump(), "sse", False, 60.0, 2.0
+    )
+
+
+async def test_heads_tell_everything_but_body_and_vector_and_make_nothing_recent(tier: Tier) -> None:
+    first, second = entry(1), described(2)
+    await tier.resize("a", first.size + second.size)
+    await tier.put("a", first)
+    await tier.put("a", second)
+    heads = await tier.heads("a", [key(2), key(9), key(1)])
+    assert heads == [second.head(), None, first.head()]
+    assert [head.size for head in heads if head is not None] == [second.size, first.size]
+    assert (second.head().body, second.head().vector) == (b"", b"")
+    assert await tier.heads("a", []) == []
     await tier.put("a", entry(3))
     assert await held(tier, "a", (1, 2, 3)) == [2, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, 700])
+async def test_a_scan_meets_every_entry_of_its_arm_and_makes_nothing_recent(tier: Tier, count: int) -> None:
+    for arm in ("a", "b"):
+        await tier.resize(arm, 1_000_000)
+    for number in range(count):
+        await tier.put("a", described(number, body=number))
+    await tier.put("b", entry(1000))
+    found = {head.key: head async for step in tier.scan("a") for head in step}
+    assert found == {key(number): described(number, body=number).head() for number in range(count)}
+    if count > 1:
+        await tier.resize("a", described(count - 1, body=count - 1).size)
+        assert await held(tier, "a", range(count)) == [count - 1], "the order is that of the puts"
+
+
+async def test_a_scan_goes_on_while_entries_come_and_go(tier: Tier) -> None:
+    await tier.resize("a", 1_000_000)
+    for number in range(700):
+        await tier.put("a", entry(number))
+    found: set[bytes] = set()
+    async for step in tier.scan("a"):
+        found.update(head.key for head in step)
+        await tier.delete_many("a", [key(number) for number in range(100)])
+        await tier.put("a", entry(5000 + len(found)))
+    assert found >= {key(number) for number in range(100, 700)}, "what was there all the time is met"
+
+
+async def test_many_entries_are_deleted_at_once(tier: Tier) -> None:
+    await tier.resize("a", 1_000_000)
+    for number in range(1200):
+        await tier.put("a", entry(number))
+    assert await tier.delete_many("a", [key(number) for number in range(0, 2400, 2)]) == 600
+    assert await tier.delete_many("a", [key(0)]) == 0
+    assert await tier.delete_many("a", []) == 0
+    stats = await tier.stats("a")
+    assert (stats.entries, stats.bytes, stats.evictions) == (600, 60_000, 0)
+    assert await held(tier, "a", range(6)) == [1, 3, 5]
+
+
+async def test_a_life_begins_anew_without_making_the_entry_recent_or_larger(tier: Tier) -> None:
+    first, second = described(1), entry(2, written_at=10.0)
+    await tier.resize("a", first.size + second.size)
+    await tier.put("a", first)
+    await tier.put("a", second)
+    assert await tier.renew("a", key(1), 15.5) is True
+    assert await tier.get("a", key(1), touch=False) == replace(first, renewed=4.0)
+    assert await tier.renew("a", key(1), 12.0) is True, "it is there, but began later already"
+    assert await tier.get("a", key(1), touch=False) == replace(first, renewed=4.0)
+    assert await tier.renew("a", key(2), 10.0) is True
+    assert await tier.get("a", key(2), touch=False) == second
+    assert await tier.renew("a", key(3), 15.0) is False
+    assert await tier.renew("b", key(1), 15.0) is False
+    assert (await tier.stats("a")).bytes == first.size + second.size
+    assert await tier.put("a", entry(3)) == 1
+    assert await held(tier, "a", (1, 2, 3)) == [2, 3]
+
+
+async def test_a_size_says_what_is_charged(tier: Tier) -> None:
+    await tier.resize("a", 10_000)
+    await tier.put("a", tier.charged(described(1)))
+    got = await tier.get("a", key(1))
+    assert got is not None
+    assert got.size == tier.charged(described(1)).size == (await tier.stats("a")).bytes
 
 
 ARMS = ("a", "b")
