@@ -1,7 +1,8 @@
 """Which answers are kept: only complete ones that ended by themselves. No I/O.
 
 RFC 9111 makes an answer to POST cacheable only by its own explicit word, which no model server gives; that this cache keeps
-answers at all is the operator's configuration, and what follows is its condition. The first refusal in this order counts:
+answers at all is the operator's configuration, and what follows is its condition. For the same reason the upstream's own
+``Cache-Control`` is not looked at. The first refusal in this order counts:
 
 ==================  ==============================================================================================================
 refusal             when

@@ -11,7 +11,7 @@ given as                becomes                          means
                                                          stored answer be served; here the cache is not asked either, so that the
                                                          request leaves no trace in it
 ``no-cache``            ``no_cache``                     not answered from the cache; the new answer is stored. 5.2.1.4: "the
-                                                         client prefers stored response not be used to satisfy the request
+                                                         client prefers a stored response not be used to satisfy the request
                                                          without successful validation on the origin server"; a model cannot
                                                          validate, so it is asked anew
 ``max-age``             ``max_age``                      5.2.1.1: "the client prefers a response whose age is less than or equal
@@ -124,6 +124,10 @@ class Directives:
         return _least(operator, self.max_error)
 
 
+NO_DIRECTIVES = Directives()
+"""Of a request that asks nothing of the cache."""
+
+
 def parse_directives(
     cache_control: str | None, headers: Mapping[str, str], body_cache: object, callers: CallerRules
 ) -> Directives:
@@ -145,6 +149,8 @@ def parse_directives(
     Raises:
         DirectiveError: If the body's ``cache`` or an ``x-cache-...`` header is not understood or not allowed.
     """
+    if not cache_control and body_cache is None and _HEADERS.isdisjoint(headers):
+        return NO_DIRECTIVES
     body = _members(body_cache) if callers.directives or isinstance(body_cache, Mapping) else {}
     namespace = _namespace(body.get("namespace"), callers)
     tags, documents = _names(headers, "x-cache-tags"), _names(headers, "x-cache-documents")
@@ -171,6 +177,7 @@ def parse_directives(
     )
 
 
+_HEADERS = frozenset({"x-cache-threshold", "x-cache-max-error", "x-cache-tags", "x-cache-documents"})
 _FLAGS = frozenset({"no-store", "no-cache", "only-if-cached", "use-cache"})
 _SECONDS = ("ttl", "max-age", "s-maxage", "s-max-age", "min-fresh", "stale-if-error")
 _MEMBERS = _FLAGS | set(_SECONDS) | {"namespace"}

@@ -9,8 +9,8 @@ rule                   outcome       fires when
 ``only_if_cached``     miss          the caller forbids to ask the model, and nothing below may be served: ``forbidden`` is set.
                                      RFC 9111, 5.2.1.7: "respond with [...] a 504 (Gateway Timeout) status code"
 ``no_store``           bypass        the caller wants neither read nor written (:mod:`serving.directives`)
-``no_cache``           refresh       the caller wants a new answer, which is stored. 5.2.1.4: "the client prefers stored response
-                                     not be used to satisfy the request without successful validation"
+``no_cache``           refresh       the caller wants a new answer, which is stored. 5.2.1.4: "the client prefers a stored
+                                     response not be used to satisfy the request without successful validation"
 ``refresh``            refresh       warm-up or revalidation asks, not a client
 ``exact_hit``          hit           the entry under the request's own key is live and meets the caller's directives
 ``exact_stale``        stale         it is past its TTL by no more than ``stale_while_revalidate``: served while it is refreshed.
@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from serving.directives import Directives
+from serving.directives import NO_DIRECTIVES, Directives
 from serving.keys import Fingerprint, key64, ttl_jitter
 from serving.knobs import Knobs
 from serving.tiers.base import Entry
@@ -58,9 +58,6 @@ Outcome = Literal["hit", "semantic_hit", "stale", "miss", "bypass", "collapsed",
 
 ERROR_STATUSES = frozenset({500, 502, 503, 504})
 """RFC 5861, 4: "any situation that would result in a 500, 502, 503, or 504 HTTP response status code being returned"."""
-
-NO_DIRECTIVES = Directives()
-"""Of a request that asks nothing of the cache."""
 
 
 class Rule(StrEnum):
@@ -282,13 +279,14 @@ def decide(
     reason: Rule | None = None
     expired = False
     if own is not None:
-        reason = _unfit(own, directives, knobs=knobs, rules=rules, now=now)
+        left = _left(own, knobs=knobs, rules=rules, now=now)
+        reason = _unfit(own, left, directives, now=now)
         if reason is None:
-            return _serve("hit", Rule.EXACT_HIT, own, knobs=knobs, rules=rules, now=now)
+            return _serve("hit", Rule.EXACT_HIT, own, left, rules=rules, now=now)
         if reason is Rule.EXACT_EXPIRED:
             expired = True
-            if _within(own, rules.stale_while_revalidate, directives, knobs=knobs, rules=rules, now=now):
-                stale = _serve("stale", Rule.EXACT_STALE, own, expired=True, knobs=knobs, rules=rules, now=now)
+            if _may_be_stale(own, left, rules.stale_while_revalidate, directives):
+                stale = _serve("stale", Rule.EXACT_STALE, own, left, expired=True, rules=rules, now=now)
                 return replace(stale, revalidate=not directives.only_if_cached)
 
     near = _near_enough(asked, candidates, rules)
@@ -298,14 +296,13 @@ def decide(
         if unfit is None:
             if entry is None or entry.key != candidate.key:
                 continue
-            unfit = _unfit(entry, directives, knobs=knobs, rules=rules, now=now)
+            left = _left(entry, knobs=knobs, rules=rules, now=now)
+            unfit = _unfit(entry, left, directives, now=now)
             if unfit is Rule.INCOMPLETE:
                 continue
             if unfit is None:
                 similarity = min(candidate.similarity, 1.0)
-                return _serve(
-                    "semantic_hit", Rule.SEMANTIC_HIT, entry, similarity, expired=expired, knobs=knobs, rules=rules, now=now
-                )
+                return _serve("semantic_hit", Rule.SEMANTIC_HIT, entry, left, similarity, expired=expired, rules=rules, now=now)
         if reason is None:
             reason = Rule.SEMANTIC_EXPIRED if unfit is Rule.EXACT_EXPIRED else unfit
             objection = candidate.objection
@@ -340,9 +337,10 @@ def on_error(asked: Asked, exact: Entry | None, *, knobs: Knobs, rules: CacheRul
         return decision
     bound = asked.directives.stale_if_error
     window = rules.stale_if_error if bound is None else min(rules.stale_if_error, bound)
-    if not _within(exact, window, asked.directives, knobs=knobs, rules=rules, now=now):
+    left = _left(exact, knobs=knobs, rules=rules, now=now)
+    if not _may_be_stale(exact, left, window, asked.directives):
         return decision
-    return _serve("stale", Rule.STALE_IF_ERROR, exact, expired=True, knobs=knobs, rules=rules, now=now)
+    return _serve("stale", Rule.STALE_IF_ERROR, exact, left, expired=True, rules=rules, now=now)
 
 
 def _without_reading(outcome: Outcome, rule: Rule, directives: Directives) -> Decision:
@@ -351,22 +349,21 @@ def _without_reading(outcome: Outcome, rule: Rule, directives: Directives) -> De
     return Decision(outcome, rule)
 
 
-def _unfit(entry: Entry, directives: Directives, *, knobs: Knobs, rules: CacheRules, now: float) -> Rule | None:
-    """Why the entry may not be served as fresh; None: it may."""
-    if not is_fresh(entry, now=now, knobs=knobs, rules=rules):
+def _unfit(entry: Entry, left: float, directives: Directives, *, now: float) -> Rule | None:
+    """Why an entry with ``left`` seconds to live may not be served as fresh; None: it may."""
+    if not left >= 0.0:
         return Rule.EXACT_EXPIRED
     if directives.max_age is not None and now - entry.written_at > directives.max_age:
         return Rule.MAX_AGE
-    if directives.min_fresh > 0.0 and _remaining(entry, knobs=knobs, rules=rules, now=now) < directives.min_fresh:
+    if left < directives.min_fresh:
         return Rule.MIN_FRESH
     return None if entry.complete else Rule.INCOMPLETE
 
 
-def _within(entry: Entry, window: float, directives: Directives, *, knobs: Knobs, rules: CacheRules, now: float) -> bool:
-    """Whether an expired entry may be served as stale, ``window`` seconds past its TTL."""
-    if not entry.complete or directives.max_age is not None or directives.min_fresh > 0.0:
-        return False
-    return -_remaining(entry, knobs=knobs, rules=rules, now=now) <= window
+def _may_be_stale(entry: Entry, left: float, window: float, directives: Directives) -> bool:
+    """Whether an expired entry may be served, ``window`` seconds past its TTL."""
+    wants_fresh = directives.max_age is not None or directives.min_fresh > 0.0
+    return entry.complete and not wants_fresh and -left <= window
 
 
 def _near_enough(asked: Asked, candidates: Sequence[Candidate], rules: CacheRules) -> list[Candidate]:
@@ -394,7 +391,8 @@ def _born(entry: Entry, rules: CacheRules) -> float:
     return entry.written_at + entry.renewed if rules.hit_extends_ttl else entry.written_at
 
 
-def _remaining(entry: Entry, *, knobs: Knobs, rules: CacheRules, now: float) -> float:
+def _left(entry: Entry, *, knobs: Knobs, rules: CacheRules, now: float) -> float:
+    """Seconds that the entry has still to live; negative where it is expired."""
     return lifetime(entry, knobs=knobs, rules=rules) - (now - _born(entry, rules))
 
 
@@ -402,15 +400,12 @@ def _serve(
     outcome: Outcome,
     rule: Rule,
     entry: Entry,
+    left: float,
     similarity: float = 1.0,
     *,
     expired: bool = False,
-    knobs: Knobs,
     rules: CacheRules,
     now: float,
 ) -> Decision:
     age = max(now - entry.written_at, 0.0)
-    return Decision(
-        outcome, rule, entry, age, staleness(age, rules.staleness_half_life), similarity, expired,
-        _remaining(entry, knobs=knobs, rules=rules, now=now),
-    )  # fmt: skip
+    return Decision(outcome, rule, entry, age, staleness(age, rules.staleness_half_life), similarity, expired, left)
