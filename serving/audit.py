@@ -22,6 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from serving.redis_url import shown
 from serving.tiers.redis import check_name
 
 _log = logging.getLogger(__name__)
@@ -132,29 +133,33 @@ class FileAudit:
 class RedisAudit:
     """Events in a bounded stream that all replicas of a namespace share, in order of arrival.
 
-    What Redis does not take is logged at once, and sent before the next event (or at :meth:`close`).
+    What Redis does not take is logged at once and sent later: tried again until it is there.
 
     Args:
         url: Redis.
         namespace: Separates gateways that share it.
         deadline: Seconds that a call may take.
-        options: More arguments of the Redis client, for instance its certificates.
+        pause: Seconds between two tries to send what waits.
     """
 
-    def __init__(self, url: str, namespace: str, *, deadline: float = 1.0, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, namespace: str, *, deadline: float = 1.0, pause: float = 5.0) -> None:
         self.stream = f"cachepilot:{{{check_name('audit: namespace', namespace)}}}:audit"
         self.namespace = namespace
-        self._url = url
-        self._deadline = deadline
-        self._redis: Redis = Redis.from_url(url, **{"retry": Retry(NoBackoff(), 1), "socket_timeout": None, **(options or {})})
+        self._url = shown(url)
+        self._deadline, self._pause = deadline, pause
+        self._redis: Redis = Redis.from_url(url, retry=Retry(NoBackoff(), 1), socket_timeout=None)
         self._waiting: deque[AuditEvent] = deque(maxlen=MOST_WAITING)
         self._sending = asyncio.Lock()
+        self._again: asyncio.Task[None] | None = None
 
     async def record(self, event: AuditEvent) -> None:
         """Append one change, after those that wait."""
         self._waiting.append(event)
-        if not await self._send():
-            _log.error("audit: Redis is away; sent later, unless this process ends: %s", event.to_json().decode())
+        if await self._send():
+            return
+        _log.error("audit: Redis is away; sent later, unless this process ends: %s", event.to_json().decode())
+        if self._again is None or self._again.done():
+            self._again = asyncio.create_task(self._send_later(), name="audit")
 
     async def read(self, after: str = "", *, limit: int = 1000) -> list[tuple[str, AuditEvent]]:
         """Return the oldest events beyond a position.
@@ -171,7 +176,7 @@ class RedisAudit:
         """
         try:
             async with asyncio.timeout(self._deadline):
-                rows = await self._redis.xrange(self.stream, min=f"({after}" if after else "-", count=limit)
+                rows: Any = await self._redis.xrange(self.stream, min=f"({after}" if after else "-", count=limit)
         except (RedisError, OSError, TimeoutError) as error:
             raise AuditUnavailable(
                 f"audit: Redis at {self._url} did not answer within {self._deadline:g} s or refused ({error!r})"
@@ -186,9 +191,17 @@ class RedisAudit:
 
     async def close(self) -> None:
         """Send what waits, as far as Redis takes it, and close the connection."""
+        if self._again is not None:
+            self._again.cancel()
+            await asyncio.gather(self._again, return_exceptions=True)
         if self._waiting and not await self._send():
             _log.error("audit: %d events were not recorded; they are in the log above", len(self._waiting))
         await self._redis.aclose()
+
+    async def _send_later(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(self._pause)
+            await self._send()
 
     async def _send(self) -> bool:
         """Send what waits, the oldest first; whether all is sent. An event whose answer was lost may be there twice."""
@@ -196,7 +209,7 @@ class RedisAudit:
             try:
                 async with asyncio.timeout(self._deadline):
                     while self._waiting:
-                        fields = {"event": self._waiting[0].to_json()}
+                        fields: dict[Any, Any] = {"event": self._waiting[0].to_json()}
                         await self._redis.xadd(self.stream, fields, maxlen=MOST_KEPT, approximate=True)
                         self._waiting.popleft()
             except (RedisError, OSError, TimeoutError):
@@ -204,9 +217,7 @@ class RedisAudit:
         return True
 
 
-def open_audit(
-    redis_url: str | None, namespace: str, *, folder: Path | None, replica: str, options: Mapping[str, Any] | None = None
-) -> Audit:
+def open_audit(redis_url: str | None, namespace: str, *, folder: Path | None, replica: str) -> Audit:
     """Return the audit that a gateway's settings lead to.
 
     Args:
@@ -214,11 +225,10 @@ def open_audit(
         namespace: The gateway's namespace.
         folder: Without Redis: the folder of ``audit-<replica>.jsonl``; None: the log alone.
         replica: Name of this replica.
-        options: More arguments of the Redis client.
 
     Raises:
         OSError: If the file cannot be written.
     """
     if redis_url is not None:
-        return RedisAudit(redis_url, namespace, options=options)
+        return RedisAudit(redis_url, namespace)
     return FileAudit(folder / f"audit-{replica}.jsonl") if folder is not None else LogAudit()
