@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import os
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from serving.settings import StorageSettings
 
 KEY_SIZE = 32
 """Bytes of a key."""
@@ -33,6 +36,13 @@ class Sealer:
         if len(key) != KEY_SIZE:
             raise ValueError(f"encryption key: expected {KEY_SIZE} bytes, got {len(key)}")
         self._key = key
+
+    @classmethod
+    def of(cls, storage: StorageSettings) -> Sealer | None:
+        """Return the sealer that the settings ask for; None where they ask for none."""
+        if storage.encryption_key is None:
+            return None
+        return cls(base64.b64decode(storage.encryption_key.get_secret_value(), validate=True))
 
     def seal(self, place: bytes, plain: bytes, header: bytes = b"") -> bytes:
         """Return the bytes sealed: nonce, ciphertext, tag; :data:`OVERHEAD` longer than they were.

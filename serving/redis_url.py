@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from serving.settings import GatewaySettings
+
 
 def secured(url: str, *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> str:
     """Return the address with certificates, as every client of the package ``redis`` understands it.
@@ -28,6 +30,14 @@ def secured(url: str, *, ca: Path | None = None, cert: Path | None = None, key: 
     if key is not None and cert is None:
         raise ValueError(f"redis url: expected a certificate for the key {key}, got none")
     return urlunsplit(parts._replace(query=urlencode({**dict(parse_qsl(parts.query)), **files})))
+
+
+def address(settings: GatewaySettings) -> str | None:
+    """Return the address of the Redis that the settings name, with the certificates that they name; None where there is none."""
+    if settings.redis_url is None:
+        return None
+    storage = settings.storage
+    return secured(settings.redis_url, ca=storage.tls_ca, cert=storage.tls_cert, key=storage.tls_key)
 
 
 def shown(url: str) -> str:

@@ -19,12 +19,14 @@ from serving.access_log import AccessLogWriter, AccessRecord, Outcome
 from serving.arms import ArmAssignment
 from serving.cache import Lookup, TieredCache
 from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState
+from serving.crypto import Sealer
 from serving.embedding import DIMENSIONS, Embedder, EmbeddingUnavailable
 from serving.feed import AccessFeed, LocalFeed, RedisFeed
 from serving.ghost import Ghost
 from serving.keys import Fingerprint, key64
 from serving.metrics import GatewayMetrics, Sink
 from serving.redis_config_store import RedisConfigStore
+from serving.redis_url import address
 from serving.settings import GatewaySettings
 from serving.tiers.base import Entry
 from serving.tiers.memory import MemoryTier
@@ -87,16 +89,19 @@ class Runtime:
         Raises:
             OSError: If the access log cannot be written.
         """
-        settings, url, namespace = self.settings, self.settings.redis_url, self.settings.namespace
+        settings, url, namespace = self.settings, address(self.settings), self.settings.namespace
         if settings.access_log is not None:
             self._access_log = AccessLogWriter(settings.access_log, self.replica)
         await self.upstream.open()
         semantic = settings.rules.semantic
         if semantic.enabled:
             await self._open_embedder(semantic.deadline)
+        store = None
+        if url is not None:
+            store = RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=Sealer.of(settings.storage))
         self.cache = TieredCache(
             memory=MemoryTier(),
-            store=RedisTier(url, namespace, read_deadline=settings.redis_deadline) if url is not None else None,
+            store=store,
             vectors=VectorTier(dim=DIMENSIONS) if self._embedder is not None else None,
             rules=settings.rules.rules(),
             replicas=settings.replicas,
@@ -169,7 +174,7 @@ class Runtime:
         self._embedder = embedder
 
     def _start_arms(self, *, shared: bool) -> None:
-        settings, url = self.settings, self.settings.redis_url
+        settings, url = self.settings, address(self.settings)
         rules, ghost = settings.warmup.rules(), settings.ghost
         leases = (
             RedisLeases(url, settings.namespace, self.replica, seconds=min(settings.upstream.timeout, 300.0))
@@ -256,7 +261,7 @@ class Runtime:
         return answer, entry
 
     def _entry(self, fp: Fingerprint, answer: UpstreamAnswer, completion: Completion, vector: bytes) -> Entry:
-        return Entry(
+        entry = Entry(
             fp.key,
             answer.body,
             self.clock(),
@@ -265,6 +270,7 @@ class Runtime:
             fp.context if vector else b"",
             vector,
         )
+        return self.cache.store.charged(entry) if self.cache.store is not None else entry
 
     async def _embed(self, text: str) -> bytes:
         assert self._embedder is not None
