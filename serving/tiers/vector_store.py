@@ -7,23 +7,18 @@ the store, and a neighbour whose entry is gone is removed when it is met. Stores
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.breaker import CircuitBreaker
-from serving.tiers.base import EntryMeta, TierUnavailable
+from serving.tiers.base import EntryMeta
 
 if TYPE_CHECKING:
     from serving.settings import VectorSettings
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,68 +253,3 @@ def load_ray_first() -> None:
     """
     with suppress(ImportError):
         import ray._raylet  # noqa: F401
-
-
-class Guarded:
-    """Calls a service with a deadline each, behind a circuit breaker.
-
-    Args:
-        name: Of the store, for messages.
-        deadline: Seconds that a call may take.
-        failures: Failures in a row that open the breaker.
-        cooldown: Seconds that it stays open.
-        clock: A monotonic clock, seconds.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        deadline: float,
-        *,
-        failures: int = 5,
-        cooldown: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = name
-        self.deadline = deadline
-        self._clock = clock
-        self._breaker = CircuitBreaker(failures, cooldown)
-
-    async def call(self, work: Callable[[], Awaitable[T]], *, deadline: float | None = None) -> T:
-        """Return what the call returns.
-
-        Args:
-            work: Makes the call.
-            deadline: Seconds instead of the usual ones.
-
-        Raises:
-            TierUnavailable: If the breaker is open, the deadline passed, or the call failed.
-        """
-        if not self._breaker.allow(self._clock()):
-            raise TierUnavailable(f"{self.name}: not asked: it failed several times in a row")
-        seconds = self.deadline if deadline is None else deadline
-        task = asyncio.ensure_future(work())
-        try:
-            done, _ = await asyncio.wait({task}, timeout=seconds)
-        except asyncio.CancelledError:
-            task.cancel()
-            task.add_done_callback(_seen)
-            self._breaker.abandoned()
-            raise
-        if not done:
-            task.cancel()
-            task.add_done_callback(_seen)
-            self._breaker.failed(self._clock())
-            raise TierUnavailable(f"{self.name}: no answer within {seconds:g} s")
-        failure = task.exception()
-        if failure is not None:
-            self._breaker.failed(self._clock())
-            raise TierUnavailable(f"{self.name}: {type(failure).__name__}: {failure}") from failure
-        self._breaker.succeeded()
-        return task.result()
-
-
-def _seen(task: asyncio.Future[T]) -> None:
-    """Take note of how a call ended that nobody waits for any more, or asyncio would complain of it."""
-    if not task.cancelled():
-        task.exception()
