@@ -155,7 +155,7 @@ async def test_an_entry_of_an_unknown_version_is_a_miss_but_keeps_paying_for_its
     await tier.resize("a", 3000)
     for number in (1, 2, 3):
         await tier.put("a", entry(number))
-    await raw.hset(f"cachepilot:{{{namespace}:a}}:entries", key(1), b"\x63" + pack(entry(1))[1:])  # type: ignore[arg-type]
+    await raw.hset(f"cachepilot:{{{namespace}:a}}:entries", key(1), b"\x63" + pack(entry(1))[1:])
     assert await tier.get("a", key(1), touch=False) is None
     assert await tier.heads("a", [key(1), key(2)]) == [None, entry(2).head()]
     assert await tier.recent_vectors("a", 10) == []

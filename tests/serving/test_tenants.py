@@ -51,7 +51,7 @@ def test_an_unknown_key_is_nobodys_and_is_not_repeated(key: str) -> None:
     with pytest.raises(Unauthorised, match="not known here") as refused:
         tenants(tenants=TWO, required=True).tenant_of(bearer(key))
     assert refused.value.status == 401
-    assert key not in refused.value.message.split() + [refused.value.code]
+    assert key not in [*refused.value.message.split(), refused.value.code]
     assert tenants(tenants=TWO).tenant_of(bearer(key)) == ""
 
 
