@@ -61,8 +61,7 @@ class Continuation:
         """
         if self._anew:
             return chunk
-        held = self._parser.rest + chunk
-        return self._pass(self._parser.feed(chunk), held)
+        return self._pass(self._parser.pairs(chunk))
 
     def close(self) -> bytes:
         """Take the end of the new stream; return what is still passed on.
@@ -72,8 +71,7 @@ class Continuation:
         """
         if self._anew:
             return b""
-        held = self._parser.rest
-        written = self._pass(self._parser.close(), held)
+        written = self._pass(self._parser.last_pairs())
         self._all_said()
         if self._torn:
             raise Diverged("continuation: the new stream ended before the event within which the old one broke off")
@@ -81,9 +79,8 @@ class Continuation:
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
-    def _pass(self, found: list[Event], held: bytes) -> bytes:
-        origin = found[0].start if found else 0
-        return b"".join(self._take(event, held[event.start - origin : event.end - origin]) for event in found)
+    def _pass(self, pairs: list[tuple[Event, bytes]]) -> bytes:
+        return b"".join(self._take(event, raw) for event, raw in pairs)
 
     def _take(self, event: Event, raw: bytes) -> bytes:
         if event.done:

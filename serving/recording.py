@@ -285,19 +285,14 @@ class UsageFilter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the next bytes; return those that are passed on."""
-        held = self._parser.rest + chunk
-        return self._pass(self._parser.feed(chunk), held)
+        return self._pass(self._parser.pairs(chunk))
 
     def close(self) -> bytes:
         """Take the end of the stream; return what is left of it."""
-        held = self._parser.rest
-        return self._pass(self._parser.close(), held) + self._parser.rest
+        return self._pass(self._parser.last_pairs()) + self._parser.rest
 
-    def _pass(self, found: list[Event], held: bytes) -> bytes:
-        if not found:
-            return b""
-        origin = found[0].start
-        return b"".join(held[event.start - origin : event.end - origin] for event in found if not _only_usage(event))
+    def _pass(self, pairs: list[tuple[Event, bytes]]) -> bytes:
+        return b"".join(raw for event, raw in pairs if not _only_usage(event))
 
 
 def without_usage(sse: bytes) -> bytes:

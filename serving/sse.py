@@ -54,45 +54,53 @@ class EventParser:
 
     def __init__(self) -> None:
         self.position = 0
-        self._buffer = b""
+        self._buffer = bytearray()
         self._offset = 0  # of the buffer's first byte in the stream
         self._block = 0  # where the current block begins in the buffer
         self._scanned = 0  # up to here there is no blank line in the buffer
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes; return the events that they complete."""
+        return [event for event, _ in self.pairs(chunk)]
+
+    def close(self) -> list[Event]:
+        """Take the end of the stream; return the event that a last CR completes. One without its blank line is none."""
+        return [event for event, _ in self.last_pairs()]
+
+    def pairs(self, chunk: bytes) -> list[tuple[Event, bytes]]:
+        """Like :meth:`feed`; each event with its bytes, from its ``start`` to its ``end``."""
         self.position += len(chunk)
         self._buffer += chunk
         # A CR at the end may be half of a CR LF: it waits for the next byte.
         return self._take(len(self._buffer) - self._buffer.endswith(b"\r"))
 
-    def close(self) -> list[Event]:
-        """Take the end of the stream; return the event that a last CR completes. One without its blank line is none."""
+    def last_pairs(self) -> list[tuple[Event, bytes]]:
+        """Like :meth:`close`; each event with its bytes."""
         return self._take(len(self._buffer))
 
     @property
     def rest(self) -> bytes:
         """The bytes behind the last event: an event that has begun, comments."""
-        return self._buffer
+        return bytes(self._buffer)
 
-    def _take(self, limit: int) -> list[Event]:
-        buffer, events, first = self._buffer, [], 0
+    def _take(self, limit: int) -> list[tuple[Event, bytes]]:
+        buffer, offset, first = self._buffer, self._offset, 0
+        pairs: list[tuple[Event, bytes]] = []
         while (found := _BLANK.search(buffer, self._scanned, limit)) is not None:
             blank, end = found.start(1), found.end()
-            fields = self._parse(buffer[self._block : blank])
+            fields = self._parse(bytes(buffer[self._block : blank]))
             if fields is not None:
-                offset = self._offset
-                events.append(Event(*fields, offset + first, offset + blank, offset + end))
+                pairs.append((Event(*fields, offset + first, offset + blank, offset + end), bytes(buffer[first:end])))
                 first = end
             self._block = self._scanned = end
         # Of a blank line, up to three bytes may be there already (CR LF CR).
         self._scanned = max(self._block, limit - 3)
         if first:
-            self._buffer = buffer[first:]
+            del buffer[:first]
             self._offset += first
             self._block -= first
             self._scanned -= first
-        return events
+        return pairs
 
     def _parse(self, block: bytes) -> tuple[bytes, str, str | None] | None:
         if self._offset == 0 and self._block == 0:
@@ -183,21 +191,17 @@ class Numbers:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the next bytes; return the events that they complete, numbered."""
-        held = self._parser.rest + chunk
-        return self._write(self._parser.feed(chunk), held)
+        return self._write(self._parser.pairs(chunk))
 
     def close(self) -> bytes:
         """Take the end of the stream; return what is left of it, as it is."""
-        held = self._parser.rest
-        return self._write(self._parser.close(), held) + self._parser.rest
+        return self._write(self._parser.last_pairs()) + self._parser.rest
 
-    def _write(self, found: list[Event], held: bytes) -> bytes:
+    def _write(self, pairs: list[tuple[Event, bytes]]) -> bytes:
         written: list[bytes] = []
-        origin = found[0].start if found else 0
-        for event in found:
+        for event, raw in pairs:
             # Just before the blank line: of several ids in an event the last counts.
-            written.append(held[event.start - origin : event.blank - origin])
-            written.append(b"id: %d\n" % self._next)
-            written.append(held[event.blank - origin : event.end - origin])
+            blank = event.blank - event.start
+            written += (raw[:blank], b"id: %d\n" % self._next, raw[blank:])
             self._next += 1
         return b"".join(written)
