@@ -17,7 +17,8 @@ refusal             when
 ``no_choices``      no answer in it, fewer than were asked for, or one of another shape than this endpoint's
 ``unfinished``      a choice without a ``finish_reason``
 ``cut``             a choice that did not end by itself: ``length``, ``content_filter``, ``error``, ...
-``empty``           a choice that says nothing: no content, refusal, audio or tool call; reasoning alone is no answer
+``empty``           a choice that says nothing: no content, refusal, audio or tool call (reasoning alone is no answer), or that
+                    ended in order to call a tool and calls none; an embedding without numbers
 ``tool_calls``      it calls tools, and such answers are not kept (``tool_calls``)
 ``temperature``     it was asked for at a higher temperature than ``max_temperature``
 ``low_logprob``     a choice whose mean token log-probability is known and below ``min_logprob``
@@ -170,10 +171,9 @@ def _refused_choices(parsed: Mapping[str, Any], endpoint: Endpoint, asked: Asked
         return Refusal.UNFINISHED
     if not all(isinstance(reason, str) and reason in FINISHED for reason in reasons):
         return Refusal.CUT
-    said = [choice.get("message", choice) for choice in choices]
-    if not all(_says_something(message, endpoint) for message in said):
+    if not all(_says_something(choice, endpoint) for choice in choices):
         return Refusal.EMPTY
-    if not admission.tool_calls and any(_calls_tools(message) for message in said):
+    if not admission.tool_calls and any(_calls_tools(choice) for choice in choices):
         return Refusal.TOOL_CALLS
     temperature = DEFAULT_TEMPERATURE if asked.temperature is None else asked.temperature
     if admission.max_temperature is not None and not temperature <= admission.max_temperature:
@@ -189,17 +189,21 @@ def _is_choice(choice: object, endpoint: Endpoint) -> bool:
     return isinstance(choice.get("text"), str) if endpoint == "completions" else isinstance(choice.get("message"), Mapping)
 
 
-def _says_something(message: Mapping[str, Any], endpoint: Endpoint) -> bool:
+def _says_something(choice: Mapping[str, Any], endpoint: Endpoint) -> bool:
     if endpoint == "completions":
-        return bool(message["text"].strip())
+        return bool(choice["text"].strip())
+    if choice["finish_reason"] != "stop":  # it ended in order to call a tool: without one, that was lost
+        return _calls_tools(choice)
+    message = choice["message"]
     content = message.get("content")
     if isinstance(content, str):
         content = content.strip()
-    return bool(content or message.get("refusal") or message.get("audio") or _calls_tools(message))
+    return bool(content or message.get("refusal") or message.get("audio") or _calls_tools(choice))
 
 
-def _calls_tools(message: Mapping[str, Any]) -> bool:
-    return bool(message.get("tool_calls") or message.get("function_call"))
+def _calls_tools(choice: Mapping[str, Any]) -> bool:
+    message = choice.get("message")
+    return isinstance(message, Mapping) and bool(message.get("tool_calls") or message.get("function_call"))
 
 
 def _least_likely(choices: Sequence[Mapping[str, Any]]) -> float:

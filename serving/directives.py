@@ -52,7 +52,7 @@ LONGEST_NAME = 256
 """Characters of a namespace, a tag or a document; they are stored with every entry."""
 
 _DIGITS = re.compile(r"[0-9]+")
-_DECIMAL = re.compile(r"[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?")
+_DECIMAL = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -142,8 +142,10 @@ def parse_directives(
 
     Args:
         cache_control: The header's value; several header lines joined with commas; None: absent.
-        headers: The request's other headers by lower-case name.
-        body_cache: The body's ``cache`` member; None: absent. It is not the upstream's to see.
+        headers: The request's other headers by lower-case name, as HTTP gives them: a character per byte. Names in UTF-8 are
+            understood.
+        body_cache: The body's ``cache`` member, its members' names with ``-`` or ``_``; None: absent. The upstream does not
+            know it.
         callers: What callers may ask for.
 
     Raises:
@@ -221,7 +223,10 @@ def _members(body_cache: object) -> dict[str, object]:
         return {}
     if not isinstance(body_cache, Mapping):
         raise DirectiveError("cache", f'expected an object such as {{"no-cache": true}}, got {_shown(body_cache)}')
-    return {str(name).replace("_", "-").lower(): value for name, value in body_cache.items()}
+    members = {str(name).replace("_", "-").lower(): value for name, value in body_cache.items()}
+    if len(members) < len(body_cache):
+        raise DirectiveError("cache", f"expected each member once, got {_shown(sorted(map(str, body_cache)))}")
+    return members
 
 
 def _flag(body: Mapping[str, object], name: str) -> bool | None:
@@ -264,7 +269,7 @@ def _namespace(value: object, callers: CallerRules) -> str:
 
 
 def _names(headers: Mapping[str, str], header: str) -> tuple[str, ...]:
-    names = dict.fromkeys(name for part in headers.get(header, "").split(",") if (name := part.strip()))
+    names = dict.fromkeys(name for part in _utf8(headers.get(header, "")).split(",") if (name := part.strip()))
     for name in names:
         if len(name) > LONGEST_NAME or _UNPRINTABLE.search(name):
             raise DirectiveError(
@@ -273,6 +278,13 @@ def _names(headers: Mapping[str, str], header: str) -> tuple[str, ...]:
     if len(names) > MOST_NAMES:
         raise DirectiveError(header, f"expected at most {MOST_NAMES} names, got {len(names)}")
     return tuple(names)
+
+
+def _utf8(value: str) -> str:
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
 
 
 def _least(*values: float | None) -> float | None:
