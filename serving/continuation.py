@@ -20,7 +20,9 @@ from serving.sse import Event, EventParser, events
 Path = tuple[str | int, ...]
 """Where something is said: the number of the choice, then names, and numbers of items."""
 
-_CREATED = re.compile(rb'("created"\s*:\s*)[0-9.]+')
+_CREATED = re.compile(rb'("created"\s*:\s*)[0-9]+')
+_ID = re.compile(rb'"id"\s*:\s*("[^"\\]*")')
+_TIME = re.compile(rb'"created"\s*:\s*([0-9]+)[^0-9]')
 
 
 class Diverged(RuntimeError):
@@ -49,6 +51,10 @@ class Continuation:
         self._had_usage = old.top.get("usage") is not None
         self._anew = not partial
         self._id, self._created = old.top.get("id"), old.top.get("created")
+        if not found:  # the first event itself was torn: it may have told them already
+            told, at = _ID.search(self._torn), _TIME.search(self._torn)
+            self._id = orjson.loads(told[1]) if told is not None else None
+            self._created = int(at[1]) if at is not None else None
         self._known = {(index, *path): value for index, choice in old.choices.items() for path, value in _leaves(choice, ())}
         self._said: dict[Path, int] = {}
         self._parser = EventParser()
