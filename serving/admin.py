@@ -142,11 +142,6 @@ class AdminBackend(Protocol):
 class AdminAuth(Protocol):
     """Who is an operator; :class:`serving.tenants.Tenants` knows."""
 
-    @property
-    def administered(self) -> bool:
-        """Whether there are tokens at all."""
-        ...
-
     def is_admin(self, authorization: bytes | None) -> bool:
         """Whether the ``Authorization`` header holds one of the admin API's tokens."""
         ...
@@ -157,8 +152,9 @@ class AdminRoutes:
 
     Args:
         backend: The replica.
-        auth: Who is an operator; where nobody is, every path is 404.
+        auth: Who is an operator.
         audit: Where changes are recorded.
+        enabled: Whether there are tokens at all; without any, every path is 404.
         clock: Seconds since the epoch.
     """
 
@@ -168,11 +164,13 @@ class AdminRoutes:
         auth: AdminAuth,
         audit: Audit,
         *,
+        enabled: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._auth = auth
         self._audit = audit
+        self._enabled = enabled
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,7 +186,7 @@ class AdminRoutes:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
         path = scope["path"][len(scope.get("root_path", "")) :]
-        if not self._auth.administered or not path.startswith(PREFIX):
+        if not self._enabled or not path.startswith(PREFIX):
             raise _Refused(f"no such path: {path}", 404, code="not_found")
         authorization = dict(scope["headers"]).get(b"authorization")
         if not self._auth.is_admin(authorization):

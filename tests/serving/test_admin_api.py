@@ -99,7 +99,7 @@ async def running(*, enabled: bool = True) -> AsyncIterator[Api]:
     tenant = {"acme": (hashlib.sha256(b"a tenant's key").hexdigest(),)}
     backend, audit = Backend(), Recorded()
     tenants = Tenants(AuthSettings(tenants=tenant, admin=admin))
-    routes = AdminRoutes(backend, tenants, audit, clock=lambda: NOW)
+    routes = AdminRoutes(backend, tenants, audit, enabled=tenants.administered, clock=lambda: NOW)
     async with served(routes) as url, aiohttp.ClientSession() as session:
         yield Api(url, session, backend, audit)
 
