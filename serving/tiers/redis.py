@@ -119,11 +119,12 @@ class RedisTier:
         options: dict[str, Any] = {"socket_timeout": None, "retry": Retry(NoBackoff(), 1)}
         if not url.startswith("unix"):
             options["socket_keepalive"] = True
-        self._redis = Redis(
-            connection_pool=BlockingConnectionPool.from_url(
-                url, max_connections=max_connections, timeout=write_deadline, **options
-            )
-        )
+        pool = BlockingConnectionPool.from_url(url, max_connections=max_connections, timeout=write_deadline, **options)
+        try:
+            pool.connection_class(**pool.connection_kwargs)
+        except TypeError as error:  # else it would be the first request's
+            raise ValueError(f"redis tier: {self.url}: expected options that the package redis knows: {error}") from error
+        self._redis = Redis(connection_pool=pool)
         self._feed = Redis.from_url(url, **options)
         register = self._redis.register_script
         self._get = register(scripts.GET)
@@ -365,7 +366,8 @@ class RedisTier:
             raise TierUnavailable(f"redis tier: {self.url} refused: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             self._breaker.failed(self._clock())
-            raise TierUnavailable(f"redis tier: no answer from {self.url} within {deadline:g} s: {error!r}") from error
+            reason = f"{type(error).__name__} {error}".strip()
+            raise TierUnavailable(f"redis tier: no answer from {self.url} within {deadline:g} s: {reason}") from error
         except BaseException:
             self._breaker.abandoned()
             raise
