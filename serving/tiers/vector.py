@@ -100,6 +100,7 @@ class VectorTier:
         item = _Held(key, context, vector, self._shared(meta or EntryMeta()))
         known = held.entries.get(name)
         if known == item:
+            held.entries.move_to_end(name)
             return
         if known is not None:
             held.drop(name)

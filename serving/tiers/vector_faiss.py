@@ -88,10 +88,13 @@ class FaissStore:
             ValueError: If a vector does not have ``dim`` bytes; then none is kept.
         """
         held = self._arm(arm)
-        fresh = [item for item in deduplicated(items, self.dim) if not held.has(item)]
+        kept = deduplicated(items, self.dim)
+        fresh = [item for item in kept if not held.has(item)]
         for item in fresh:
             held.kill(item.key)
         held.extend(fresh)
+        for item in kept:
+            held.slots.move_to_end(item.key)
         self._trim(arm, held)
         self._rebuild_if_due(arm, held)
 

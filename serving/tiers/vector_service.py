@@ -91,7 +91,7 @@ class ServiceStore(ABC):
 
     @abstractmethod
     def _delete(self, collection: Any, ids: Sequence[str]) -> None:
-        """Delete at most :data:`STEP` keys in hex; some may not be there."""
+        """Delete at most :data:`STEP` different keys in hex; some may not be there."""
 
     @abstractmethod
     def _search(
@@ -133,7 +133,7 @@ class ServiceStore(ABC):
         Raises:
             TierUnavailable: If the service did not answer.
         """
-        await self._remove(arm, [key.hex() for key in keys])
+        await self._remove(arm, [key.hex() for key in dict.fromkeys(keys)])
 
     async def near(
         self, arm: str, context: bytes, vector: bytes, *, floor: float, k: int = 8, where: Where | None = None
