@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,90 @@ async def test_many_calls_at_once_are_all_answered(redis_url: str, namespace: st
     assert sum(evicted) == 200
     assert sum(one is not None for one in found) == 100
     await tier.close()
+
+
+async def test_with_all_connections_busy_a_call_is_unavailable_by_its_deadline_and_works_again(
+    redis_url: str, namespace: str
+) -> None:
+    tier = RedisTier(redis_url, namespace, failures=1_000, max_connections=2, read_deadline=0.05, write_deadline=0.1)
+    await tier.resize("a", 10_000)
+    await tier.put("a", entry(1))
+    name = f"cachepilot:{{{namespace}}}:nothing"
+    pool = tier._redis.connection_pool
+
+    async def wait_for_nothing() -> None:
+        await tier._redis.blpop([name], timeout=0)
+
+    busy = [asyncio.create_task(wait_for_nothing()) for _ in range(2)]
+    await until(lambda: len(pool._in_use_connections) == 2, "every connection to be taken")
+    async with asyncio.timeout(20):  # far beyond the deadlines, and far below waiting for ever
+        for call in (
+            lambda: tier.get("a", key(1)), lambda: tier.get("a", key(1), touch=False), lambda: tier.put("a", entry(2)),
+            lambda: tier.heads("a", [key(1)]), lambda: tier.stats("a"), lambda: tier.renew("a", key(1), 1.0),
+        ):  # fmt: skip
+            with pytest.raises(TierUnavailable, match=r"no answer from .* within 0\.\d+ s: "):
+                await call()
+        with pytest.raises(TierUnavailable):
+            await anext(tier.scan("a"))
+    for task in busy:
+        task.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+    assert len(pool._in_use_connections) == 0, "none is lost by the calls that were given up"
+
+    async def answered() -> bool:
+        with contextlib.suppress(TierUnavailable):
+            return await tier.get("a", key(1)) == entry(1)
+        return False
+
+    await until(answered, "an answer")
+    await tier.close()
+
+
+async def test_a_crowd_that_waits_for_few_connections_is_answered_in_the_end_or_told_so(redis_url: str, namespace: str) -> None:
+    tier = RedisTier(redis_url, namespace, failures=100_000, max_connections=2, read_deadline=0.01, write_deadline=5)
+    await tier.resize("a", 10_000)
+    await tier.put("a", entry(1))
+    found = await asyncio.gather(*(tier.get("a", key(1)) for _ in range(500)), return_exceptions=True)
+    assert all(one == entry(1) or isinstance(one, TierUnavailable) for one in found)
+    assert len(tier._redis.connection_pool._in_use_connections) == 0
+    assert (await tier.stats("a")).entries == 1
+    await tier.close()
+
+
+async def test_a_stored_form_that_is_cut_short_is_a_miss_everywhere(tier: RedisTier, raw: Redis, namespace: str) -> None:
+    await tier.resize("a", 10_000)
+    await tier.put("a", entry(1))
+    for number, stored in enumerate((b"", b"\x02", pack(entry(1))[:20], pack(entry(1, vector=int8(unit(1))))[:50]), start=2):
+        await tier.put("a", entry(number))
+        await raw.hset(f"cachepilot:{{{namespace}:a}}:entries", key(number), stored)
+        assert await tier.get("a", key(number)) is None
+        assert await tier.renew("a", key(number), 5.0) in (True, False)
+    assert await tier.heads("a", [key(number) for number in range(1, 6)]) == [entry(1).head(), None, None, None, None]
+    assert [head async for step in tier.scan("a") for head in step] == [entry(1).head()]
+    assert await tier.recent_vectors("a", 10) == []
+
+
+async def test_other_clients_are_told_of_many_that_were_deleted_but_not_of_lives_begun_anew(
+    tier: RedisTier, other: RedisTier
+) -> None:
+    await tier.resize("a", 100_000)
+    for number in range(3):
+        await tier.put("a", entry(number))
+    async with following(other) as told:
+        await tier.renew("a", key(0), 5.0)
+        assert await tier.delete_many("a", [key(0), key(7), key(2)]) == 2
+        await until(lambda: len(told) > 0, "the change to arrive")
+        assert told == [Change("evict", "a", (key(0), key(2)))]
+
+
+async def test_interrupted_streams_are_kept_but_not_found_by_meaning(tier: RedisTier) -> None:
+    await tier.resize("a", 100_000)
+    vector = int8(unit(1))
+    partial = replace(entry(1, vector=vector), complete=False, form="sse")
+    await tier.put("a", partial)
+    await tier.put("a", entry(2, vector=vector))
+    assert await tier.get("a", key(1)) == partial
+    assert [name for name, _, _ in await tier.recent_vectors("a", 10)] == [key(2)]
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "a}", "a*", "a b"])
