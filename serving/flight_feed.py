@@ -111,6 +111,9 @@ class FlightFeed:
         cooldown: For so long, seconds.
         options: For the connections: TLS and so on.
 
+    Attributes:
+        round_trips: Calls made to Redis.
+
     Raises:
         ValueError: If the URL or the namespace is not well-formed.
     """
@@ -136,6 +139,7 @@ class FlightFeed:
         self.lease, self.interval, self.batch, self.max_bytes, self.linger = lease, interval, batch, max_bytes, linger
         self.sealer = sealer
         self.round_trips = 0
+        self._giving_back: set[asyncio.Task[None]] = set()
         self._deadline = deadline
         self._breaker = CircuitBreaker(failures, cooldown)
         # As in the Redis tier: deadlines here bound every call, so that the client sets none; it tries once more at once.
@@ -167,15 +171,26 @@ class FlightFeed:
         except FeedUnavailable as error:
             _log.debug("a flight is not shared: %s", error)
             return None
+        except asyncio.CancelledError:
+            # Redis may have granted it all the same: nobody shall wait for a leader that is none.
+            task = asyncio.create_task(self._give_back(base, token), name="flight-lease")
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)
+            raise
         return Claim(self, base, holder.decode(), key, leading=bool(ours))
 
     async def close(self) -> None:
         """Close the connections."""
+        await asyncio.gather(*self._giving_back, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
             await self._redis.connection_pool.disconnect()
             await self._reading.aclose()
             await self._reading.connection_pool.disconnect()
+
+    async def _give_back(self, base: str, token: str) -> None:
+        with contextlib.suppress(FeedUnavailable):
+            await self.call(lambda: self.release(keys=[base, f"{base}:ended", f"{base}:{token}"], args=[token, 0, 1]))
 
     # -- for claims ----------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ Rules that are not obvious:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -114,6 +115,7 @@ class Flight:
         origin: ``upstream`` where this replica called the model, ``replica`` where another did.
         began: When it started, by the registry's clock.
         ended: When it ended.
+        settled: Set when it has ended and what is kept of it is kept: then ``entry`` is final.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Flight:
         self.origin: Literal["upstream", "replica"] = "upstream"
         self.began = clock()
         self.ended = float("inf")
+        self.settled = asyncio.Event()
         self.unlisted: Callable[[Flight], None] = lambda _: None
         self.abandoned: Callable[[Flight], None] = lambda _: None
         self._max_bytes, self._grace, self._clock = max_bytes, grace, clock
@@ -199,9 +202,9 @@ class Flight:
         """End the answer with what went wrong: readers get the bytes that there are, then :class:`FlightFailed`."""
         self._end("failed", error)
 
-    def abandon(self) -> None:
-        """End the answer, since nobody reads it any more."""
-        self._end("abandoned", FlightFailed("nobody waited for the answer any more"))
+    def abandon(self, why: str = "nobody waited for the answer any more") -> None:
+        """End the answer, since it is not wanted any more."""
+        self._end("abandoned", FlightFailed(why))
 
     def resume(self) -> None:
         """Expect another producer, which begins anew: what readers have already is skipped of what it appends.
@@ -349,6 +352,11 @@ class Reader:
         """Stop reading; harmless when done already."""
         self.flight.left(self)
 
+    @property
+    def shared(self) -> bool:
+        """Whether the answer comes from a call that was made for another request."""
+        return not self.leader or self.flight.origin == "replica"
+
     async def head(self) -> Head:
         """Wait for status and headers.
 
@@ -450,7 +458,6 @@ class Flights:
         self._listed: dict[tuple[str, bytes], Flight] = {}
         self._contexts: dict[tuple[str, bytes], set[Flight]] = {}
         self._tasks: dict[Flight, asyncio.Task[None]] = {}
-        self._producing: dict[Flight, asyncio.Task[None]] = {}
         self._timers: dict[Flight, asyncio.TimerHandle] = {}
         self._closed = False
 
@@ -517,9 +524,9 @@ class Flights:
     async def close(self, *, seconds: float = 2.0) -> None:
         """Cancel what is under way, and wait for what keeps it; at most so long."""
         self._closed = True
-        for flight, task in list(self._producing.items()):
+        for flight, task in self._tasks.items():
             if not flight.done:
-                flight.abandon()
+                flight.abandon("the gateway stops")
                 task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(list(self._tasks.values()), timeout=seconds)
@@ -557,25 +564,11 @@ class Flights:
             self._listed[arm, key] = flight
             if context:
                 self._contexts.setdefault((arm, context), set()).add(flight)
-        task = asyncio.create_task(self._fly(flight, producer, settle, since, shared=listed), name="flight")
-        self._tasks[flight] = task
-        task.add_done_callback(lambda _: self._tasks.pop(flight, None))
+        feed = self._feed if listed else None
+        work = self._make(flight, producer, settle) if feed is None else self._make_shared(feed, flight, producer, settle, since)
+        task = self._tasks[flight] = asyncio.create_task(work, name="flight")
+        task.add_done_callback(functools.partial(self._landed, flight))
         return flight.join(leader=True)
-
-    async def _fly(self, flight: Flight, producer: Producer, settle: Settle | None, since: float | None, *, shared: bool) -> None:
-        feed = self._feed if shared else None
-        producing = asyncio.create_task(
-            self._make(flight, producer, settle) if feed is None else self._make_shared(feed, flight, producer, settle, since),
-            name="flight-producer",
-        )
-        self._producing[flight] = producing
-        try:
-            await asyncio.wait([producing])
-        finally:
-            del self._producing[flight]
-            if not producing.done():  # the loop is being torn down
-                producing.cancel()
-            self._landed(flight)
 
     async def _make(self, flight: Flight, producer: Producer, settle: Settle | None) -> None:
         """Run the producer to its end, however that comes about, then keep what it made."""
@@ -585,6 +578,9 @@ class Flights:
                 flight.fail(RuntimeError("the producer returned without finish()"))
         except asyncio.CancelledError:
             flight.abandon()
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()  # what there is of the answer is still to be kept
         except Exception as error:  # noqa: BLE001 - whatever it is, the readers have to be told
             flight.fail(error)
         if settle is not None:
@@ -622,11 +618,16 @@ class Flights:
         await self._make(flight, producer, settle)
 
     def _abandon(self, flight: Flight) -> None:
-        task = self._producing.get(flight)
+        task = self._tasks.get(flight)
         if task is not None:
             task.cancel()
 
-    def _landed(self, flight: Flight) -> None:
+    def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        del self._tasks[flight]
+        flight.abandon()  # without effect unless it was cancelled before it ran at all
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a flight came down badly", exc_info=error)
+        flight.settled.set()
         if flight.state != "complete" or self._listed.get((flight.arm, flight.key)) is not flight or self._closed:
             self._unlist(flight)
             return
