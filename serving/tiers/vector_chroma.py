@@ -103,10 +103,14 @@ class ChromaStore(ServiceStore):
     def _search(
         self, collection: Any, context: bytes, query: npt.NDArray[np.float32], limit: int, where: Where | None
     ) -> list[tuple[str, npt.NDArray[np.float32]]]:
-        found = collection.query(
-            query_embeddings=[query], n_results=limit, where=condition(context, where), include=["embeddings"]
-        )
-        return list(zip(found["ids"][0], found["embeddings"][0], strict=True))
+        wanted = condition(context, where)
+        found = collection.query(query_embeddings=[query], n_results=limit, where=wanted, include=["embeddings"])
+        ids, vectors = found["ids"][0], found["embeddings"][0]
+        if len(ids) < limit:
+            # Few fit, and a graph searched with such a filter may miss even those: here are all of them.
+            every = collection.get(where=wanted, limit=limit, include=["embeddings"])
+            ids, vectors = every["ids"], every["embeddings"]
+        return list(zip(ids, vectors, strict=True))
 
     def _count(self, collection: Any) -> int:
         return int(collection.count())

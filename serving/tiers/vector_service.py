@@ -149,7 +149,8 @@ class ServiceStore(ABC):
             return []
         limit = max(2 * k, OVERSAMPLING)
         found = await self._call(arm, _partial(self._search, context, query.astype(np.float32), limit, where))
-        vectors = np.array([each for _, each in found], np.float32).reshape(-1, self.dim).astype(np.int8)
+        # A service may keep its own form of the floats: 126.99999 is 127.
+        vectors = np.rint(np.array([each for _, each in found], np.float32).reshape(-1, self.dim)).astype(np.int8)
         near = [
             Neighbour(bytes.fromhex(key), context, similarity)
             for (key, _), similarity in zip(found, cosines(query, vectors).tolist(), strict=True)
