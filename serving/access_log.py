@@ -1,6 +1,9 @@
 """The gateway's access log: one JSON line per request, without a word of any prompt or answer.
 
 Reports cluster by key, so they need single requests; metrics only have sums. The log is also a workload that can be simulated.
+
+An outcome says who answered: the cache or the model. How it came to that (an entry past its TTL, the answer to an identical
+request, a caller who would not have the cache's answer) is the rule's to say (:class:`serving.policy.Rule`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ MOST_WAITING = 100_000
 """Records that wait in memory while the disk is full."""
 
 Outcome = Literal["hit", "semantic_hit", "miss", "bypass", "error"]
+"""``hit``: the cache answered, with an entry of the same question or with the answer that an identical request was waiting for;
+``semantic_hit``: with the answer to another question; ``miss``: the model; ``bypass``: the model, and the cache was not asked;
+``error``: the model failed, or could not be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,23 @@ class AccessRecord:
     stale: float
     version: int
     status: int
+
+
+@dataclass(frozen=True, slots=True)
+class DetailedRecord(AccessRecord):
+    """One answered request, as it is written: with what only people ask for.
+
+    Attributes:
+        rule: The rule that decided (:class:`serving.policy.Rule`).
+        similarity: 1 for the same question, the cosine for an answer by meaning, 0 for a miss.
+        endpoint: ``chat``, ``completions`` or ``embeddings``.
+        tenant: Who asked; ``""`` where there are no tenants.
+    """
+
+    rule: str = ""
+    similarity: float = 0.0
+    endpoint: str = "chat"
+    tenant: str = ""
 
 
 _FIELDS = tuple(item.name for item in fields(AccessRecord))

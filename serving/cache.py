@@ -4,27 +4,43 @@ Inclusion: the store (Redis) holds everything of an arm under its whole budget, 
 of each replica holds a subset under ``l1_share / replicas`` of it. A memory hit never waits for the store: its touch is batched
 and goes out at the latest before this replica's next eviction decision there. Without a store the memory tier has it all.
 
-A store that is down or slow is a miss, never an error. What it missed meanwhile (a new budget) is caught up when it is back.
+A store that is down or slow is a miss, never an error, and so is a vector store. What the store missed meanwhile (a new budget)
+is caught up when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
 from serving.policy import Asked, CacheRules, Candidate, Decision, Outcome, decide, is_live, worth_fetching
-from serving.tiers.base import KEY_BYTES, Change, Entry, SharedTier, Tier, TierStats, TierUnavailable
+from serving.tiers.base import KEY_BYTES, Change, Entry, EntryMeta, SharedTier, Tier, TierStats, TierUnavailable
 from serving.tiers.memory import MemoryTier
 from serving.tiers.vector import VectorTier
+from serving.tiers.vector_store import VectorStore
+from serving.vector_index import VectorIndex
 
 __all__ = ["CacheRules", "Lookup", "TieredCache"]
 
+VECTOR = "vector"
+"""Label of the tier that answers by meaning, whichever store keeps the vectors."""
+
+Embed = Callable[[str], Awaitable[bytes]]
+Judge = Callable[[Entry, float], str]
+"""Given a neighbour's entry and its similarity: the name of the check that refuses it as an answer, or ``""``."""
+
 _log = logging.getLogger(__name__)
+
+ACCEPTANCE = "acceptance"
+"""The check that refuses a neighbour since too little is known of it yet, or too much against it."""
+
+RENEW_SECONDS = 1.0
+"""How much younger a hit has to make an entry for the store to be told."""
 
 RETRY_SECONDS = 1.0
 """How often what a store missed while it was away is offered again."""
@@ -35,8 +51,8 @@ class Lookup:
     """What the cache answers to one request.
 
     Attributes:
-        outcome: ``hit``, ``semantic_hit`` or ``miss``.
-        entry: The entry to answer with; None for a miss.
+        outcome: ``hit``, ``semantic_hit``, ``stale``, ``miss``, ``refresh`` or ``bypass``.
+        entry: The entry to answer with; None where the model has to.
         tier: The tier that answered: ``memory``, ``redis``, ``vector`` for a semantic hit, ``""`` for a miss.
         age: Age of the entry in seconds; 0 for a miss.
         stale: Expected staleness, 0..1: ``1 - 0.5 ** (age / half-life)``.
@@ -44,6 +60,13 @@ class Lookup:
         expired: Whether an entry that would have answered was past its TTL.
         vector: The request's embedding (int8 bytes) if it was computed on the way, to be stored with the answer; else ``b""``.
         rule: The rule of :class:`serving.policy.Rule` that fired.
+        ttl: Seconds that the entry has left, negative past its TTL; 0 for a miss.
+        revalidate: Whether the entry is to be refreshed in the background.
+        objection: The check that refused the most similar neighbour, where that is why it is a miss.
+        forbidden: Whether the caller would not have the model asked.
+        exact: The entry under the request's own key where it does not answer: it may where the model fails.
+        refused: The neighbour that acceptance refused, whose answer shall be compared with the model's.
+        search_failed: Whether neighbours were asked for in vain, since their store did not answer.
     """
 
     outcome: Outcome
@@ -55,6 +78,13 @@ class Lookup:
     expired: bool
     vector: bytes
     rule: str
+    ttl: float = 0.0
+    revalidate: bool = False
+    objection: str = ""
+    forbidden: bool = False
+    exact: Entry | None = None
+    refused: Candidate | None = None
+    search_failed: bool = False
 
 
 class TieredCache:
@@ -63,7 +93,7 @@ class TieredCache:
     Args:
         memory: The memory tier of this replica.
         store: The tier that all replicas share, or None: then the memory tier is the whole cache.
-        vectors: The vector index of this replica, or None: then there is no semantic lookup.
+        vectors: Where the vectors are, or None: then there is no semantic lookup.
         rules: Settings that do not change at run time.
         replicas: How many replicas share the memory part of the budget, >= 1.
         rebuild_vectors: How many of an arm's most recently used entries are read from the store to build the index at a start.
@@ -77,7 +107,7 @@ class TieredCache:
         *,
         memory: MemoryTier,
         store: Tier | None,
-        vectors: VectorTier | None,
+        vectors: VectorStore | VectorTier | None,
         rules: CacheRules,
         replicas: int = 1,
         rebuild_vectors: int = 10_000,
@@ -86,7 +116,7 @@ class TieredCache:
             raise ValueError(f"tiered cache: replicas: expected at least 1, got {replicas!r}")
         self.memory = memory
         self.store = store
-        self.vectors = vectors
+        self.vectors = VectorIndex(vectors) if vectors is not None else None
         self.rules = rules
         self.replicas = replicas
         self._rebuild_limit = rebuild_vectors
@@ -97,6 +127,7 @@ class TieredCache:
         self._work = asyncio.Event()
         self._following = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._renewing: set[asyncio.Task[None]] = set()
         self._resizing = asyncio.Lock()
         if store is None:
             memory.on_evict = self._forget_vectors
@@ -136,19 +167,27 @@ class TieredCache:
 
     # -- reading -------------------------------------------------------------------------------------------------------------
 
-    def lookup_now(self, arm: str, fp: Fingerprint, *, now: float) -> Lookup | None:
+    def lookup_now(self, arm: str, request: Asked | Fingerprint, *, now: float) -> Lookup | None:
         """Return an exact hit of the memory tier, without awaiting; None where :meth:`lookup` has to look further. O(1)."""
-        entry = self.memory.get_now(arm, fp.key, touch=False)
+        asked = request if isinstance(request, Asked) else Asked(request)
+        entry = self.memory.get_now(arm, asked.fp.key, touch=False)
         if entry is None:
             return None
-        decision = decide(Asked(fp), entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
+        decision = decide(asked, entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
         if decision.outcome != "hit":
             return None
-        self._touched(arm, fp.key)
-        return _lookup(decision, "memory", b"")
+        self._touched(arm, entry, now)
+        return _lookup(decision, MemoryTier.name)
 
     async def lookup(
-        self, arm: str, fp: Fingerprint, *, now: float, embed: Callable[[str], Awaitable[bytes]] | None = None
+        self,
+        arm: str,
+        request: Asked | Fingerprint,
+        *,
+        now: float,
+        embed: Embed | None = None,
+        judge: Judge | None = None,
+        vector: bytes = b"",
     ) -> Lookup:
         """Find what may answer the request: exactly, in memory and then in the store, then by meaning.
 
@@ -156,17 +195,22 @@ class TieredCache:
 
         Args:
             arm: The arm; needs knobs.
-            fp: The request's identity.
+            request: The request, or its identity where it asks for nothing particular.
             now: The clock, seconds, of the same kind as the entries' ``written_at``.
             embed: Gives a text's embedding as int8 bytes; None: no semantic lookup. What it raises passes through.
+            judge: Checks neighbours that are similar enough; None: similarity alone decides.
+            vector: The embedding, where it is known already.
 
         Raises:
             KeyError: If the arm has no knobs.
         """
-        quick = self.lookup_now(arm, fp, now=now)
+        asked = request if isinstance(request, Asked) else Asked(request)
+        quick = self.lookup_now(arm, asked, now=now)
         if quick is not None:
             return quick
-        knobs = self.knobs(arm)
+        knobs, fp = self.knobs(arm), asked.fp
+        if asked.directives.no_store or asked.directives.no_cache or asked.refresh:
+            return _lookup(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
         exact = self.memory.get_now(arm, fp.key, touch=False)  # there, but expired
         reachable = True
         if self.store is not None:
@@ -176,25 +220,55 @@ class TieredCache:
                 stored, reachable = None, False
             if stored is not None:
                 exact = stored
-        decision = decide(Asked(fp), exact, (), knobs=knobs, rules=self.rules, now=now)
+        decision = decide(asked, exact, (), knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._promote(arm, decision.entry)
-            return _lookup(decision, self.store.name if self.store is not None else self.memory.name, b"")
-        if self.vectors is None or not fp.text:
-            return _lookup(decision, "", b"")
+            if decision.outcome == "hit":
+                self._renew(arm, decision.entry, now)
+            return _lookup(decision, self.store.name if self.store is not None else self.memory.name)
+        if self.vectors is None or not fp.text or not asked.directives.by_meaning:
+            return _lookup(decision, "", exact=exact, vector=vector)
 
-        vector = exact.vector if exact is not None and len(exact.vector) == self.vectors.dim else b""
+        if not vector and exact is not None and len(exact.vector) == self.vectors.dim:
+            vector = exact.vector
         if not vector and embed is not None:
             vector = await embed(fp.text)
         if not vector:
-            return _lookup(decision, "", b"")
-        candidates = await self._candidates(arm, fp, vector, knobs=knobs, now=now, reachable=reachable)
-        decision = decide(Asked(fp), exact, candidates, knobs=knobs, rules=self.rules, now=now)
+            return _lookup(decision, "", exact=exact)
+        try:
+            candidates = await self._candidates(arm, asked, vector, knobs=knobs, now=now, reachable=reachable, judge=judge)
+        except TierUnavailable:
+            return _lookup(decision, "", exact=exact, vector=vector, search_failed=True)
+        decision = decide(asked, exact, candidates, knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
-            self._touched(arm, decision.entry.key)
+            self._touched(arm, decision.entry, now)
             self._promote(arm, decision.entry)
-            return _lookup(decision, self.vectors.name, vector)
-        return _lookup(decision, "", vector)
+            return _lookup(decision, VECTOR, exact=exact, vector=vector)
+        return _lookup(decision, "", exact=exact, vector=vector, candidates=candidates)
+
+    async def find(self, arm: str, key: bytes) -> tuple[Entry, tuple[str, ...]] | None:
+        """Return the entry as it is, expired or interrupted as it may be, and the names of the tiers that hold it.
+
+        It does not become recently used. None where there is none, or the store is away and memory has none.
+        """
+        held = self.memory.get_now(arm, key, touch=False)
+        tiers = [self.memory.name] if held is not None else []
+        if self.store is not None:
+            with suppress(TierUnavailable):
+                stored = await self.store.get(arm, key, touch=False)
+                if stored is not None:
+                    held = stored
+                    tiers.append(self.store.name)
+        return (held, tuple(tiers)) if held is not None else None
+
+    async def heads(self, arm: str) -> AsyncIterator[list[Entry]]:
+        """Yield the heads of all entries of the arm (:meth:`serving.tiers.base.Entry.head`), in steps.
+
+        Raises:
+            TierUnavailable: If the store cannot be asked.
+        """
+        async for step in self.memory.scan(arm) if self.store is None else self.store.scan(arm):
+            yield step
 
     async def is_live(self, arm: str, key: bytes, *, now: float, ahead: float = 0.0) -> bool:
         """Whether the key has an entry that is live and not within the last ``ahead`` share (0..1) of its TTL.
@@ -237,7 +311,7 @@ class TieredCache:
             KeyError: If the arm has no knobs.
         """
         knobs = self.knobs(arm)
-        if not is_live(entry, now=now, knobs=knobs, rules=self.rules):
+        if entry.complete and not is_live(entry, now=now, knobs=knobs, rules=self.rules):
             return 0
         if self.store is None:
             evicted = self.memory.put_now(arm, entry)
@@ -247,8 +321,19 @@ class TieredCache:
             except TierUnavailable:
                 evicted = 0
             self._promote(arm, entry)
-        self._index(arm, entry.key, entry.context, entry.vector if entry.size <= knobs.cache_size else b"")
+        fits = entry.complete and entry.size <= knobs.cache_size
+        self._index(arm, entry.key, entry.context, entry.vector if fits else b"", EntryMeta.load(entry.meta) if fits else None)
         return evicted
+
+    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
+        """Remove entries and their vectors; how many there were.
+
+        Raises:
+            TierUnavailable: If the store cannot be asked; then they are gone from memory alone.
+        """
+        held = sum(self.memory.delete_now(arm, key) for key in keys)
+        self._forget_vectors(arm, keys)
+        return await self.store.delete_many(arm, keys) if self.store is not None else held
 
     async def flush(self, arm: str) -> int:
         """Remove every entry of the arm; how many there were (of the memory tier alone if the store is away)."""
@@ -274,13 +359,13 @@ class TieredCache:
         """Stop the background work and close the tiers."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._renewing, return_exceptions=True)
         self._tasks = []
         if self.store is not None:
             await self.store.close()
         await self.memory.close()
         if self.vectors is not None:
-            self.vectors.close()
+            await self.vectors.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -289,25 +374,41 @@ class TieredCache:
             return knobs.cache_size
         return int(knobs.cache_size * self.rules.l1_share / self.replicas)
 
-    def _touched(self, arm: str, key: bytes) -> None:
-        self.memory.touch_soon(arm, key)
+    def _touched(self, arm: str, entry: Entry, now: float) -> None:
+        self.memory.touch_soon(arm, entry.key)
         if self.store is not None:
-            self.store.touch_soon(arm, key)
+            self.store.touch_soon(arm, entry.key)
+        if self.rules.hit_extends_ttl:
+            self._renew(arm, entry, now)
+
+    def _renew(self, arm: str, entry: Entry, now: float) -> None:
+        """Begin the entry's life anew where hits do that; in the store soon, without waiting."""
+        if not self.rules.hit_extends_ttl:
+            return
+        self.memory.renew_now(arm, entry.key, now)
+        if self.store is not None and now - entry.written_at - entry.renewed >= RENEW_SECONDS:
+            task = asyncio.get_running_loop().create_task(self._renew_stored(self.store, arm, entry.key, now))
+            self._renewing.add(task)
+            task.add_done_callback(self._renewing.discard)
+
+    async def _renew_stored(self, store: Tier, arm: str, key: bytes, now: float) -> None:
+        with suppress(TierUnavailable):
+            await store.renew(arm, key, now)
 
     def _promote(self, arm: str, entry: Entry) -> None:
         if self.store is None:
             return
         self.memory.put_now(arm, entry)
-        if entry.vector and self.vectors is not None and not self.vectors.has(arm, entry.key):
-            self._index(arm, entry.key, entry.context, entry.vector)
+        if entry.vector and self.vectors is not None and not self.vectors.shared and not self.vectors.has(arm, entry.key):
+            self._index(arm, entry.key, entry.context, entry.vector, EntryMeta.load(entry.meta))
 
-    def _index(self, arm: str, key: bytes, context: bytes, vector: bytes) -> None:
+    def _index(self, arm: str, key: bytes, context: bytes, vector: bytes, meta: EntryMeta | None = None) -> None:
         if self.vectors is None:
             return
         if len(vector) == self.vectors.dim:
-            self.vectors.add(arm, key, context, vector)
+            self.vectors.add(arm, key, context, vector, meta)
         else:
-            self.vectors.remove(arm, key)
+            self.vectors.remove(arm, (key,))
 
     def _forget(self, arm: str, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -316,18 +417,18 @@ class TieredCache:
 
     def _forget_vectors(self, arm: str, keys: Sequence[bytes]) -> None:
         if self.vectors is not None:
-            for key in keys:
-                self.vectors.remove(arm, key)
+            self.vectors.remove(arm, keys)
 
     async def _candidates(
-        self, arm: str, fp: Fingerprint, vector: bytes, *, knobs: Knobs, now: float, reachable: bool
+        self, arm: str, asked: Asked, vector: bytes, *, knobs: Knobs, now: float, reachable: bool, judge: Judge | None
     ) -> list[Candidate]:
-        """Neighbours of the request; those worth it with their entries, up to the first that is live."""
+        """Neighbours; those worth it with their entries and what speaks against them, up to the first that may answer."""
         assert self.vectors is not None
-        threshold = self.rules.semantic_threshold
-        near = [Candidate(*found) for found in self.vectors.near(arm, fp.context, vector, floor=threshold)]
-        fetched: dict[bytes, Entry] = {}
-        for candidate in worth_fetching(Asked(fp), near, self.rules):
+        threshold = max(self.rules.semantic_threshold, asked.directives.threshold or 0.0)
+        found = await self.vectors.near(arm, asked.fp.context, vector, floor=threshold)
+        near = [Candidate(each.key, each.context, each.similarity) for each in found]
+        known: dict[bytes, Candidate] = {}
+        for candidate in worth_fetching(asked, near, self.rules):
             entry = self.memory.get_now(arm, candidate.key, touch=False)
             live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
             if not live and self.store is not None:
@@ -340,12 +441,14 @@ class TieredCache:
                     continue
                 entry = stored
                 live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
+            objection = judge(entry, candidate.similarity) if live and entry is not None and judge is not None else ""
             if entry is not None:
-                fetched[candidate.key] = entry
-            if live:
+                known[candidate.key] = replace(candidate, entry=entry, objection=objection)
+            if not live:
+                self.vectors.remove(arm, (candidate.key,))  # gone or expired: it need not be met again
+            elif not objection:
                 break
-            self.vectors.remove(arm, candidate.key)  # gone or expired: it need not be met again
-        return [replace(candidate, entry=fetched.get(candidate.key)) for candidate in near]
+        return [known.get(candidate.key, candidate) for candidate in near]
 
     def _start(self) -> None:
         if not self._tasks and self.store is not None:
@@ -386,7 +489,10 @@ class TieredCache:
                 self._work.set()
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _rebuild(self, store: SharedTier, vectors: VectorTier) -> None:
+    async def _rebuild(self, store: SharedTier, vectors: VectorIndex) -> None:
+        if vectors.shared:  # it has outlived the process
+            self._unindexed.clear()
+            return
         for arm in sorted(self._unindexed):
             try:
                 found = await store.recent_vectors(arm, self._rebuild_limit)
@@ -420,19 +526,34 @@ class TieredCache:
             return
         elif change.kind == "put":
             self.memory.delete_now(change.arm, change.keys[0])  # an older answer than the store's
-            self._index(change.arm, change.keys[0], change.context, change.vector)
+            # Vectors that all replicas share were told by the one that made the change.
+            if self.vectors is not None and not self.vectors.shared:
+                self._index(change.arm, change.keys[0], change.context, change.vector)
         elif change.kind == "evict":
-            self._forget(change.arm, change.keys)
+            for key in change.keys:
+                self.memory.delete_now(change.arm, key)
+            if self.vectors is not None and not self.vectors.shared:
+                self.vectors.remove(change.arm, change.keys)
         else:
             self.memory.flush_now(change.arm)
-            if self.vectors is not None:
+            if self.vectors is not None and not self.vectors.shared:
                 self.vectors.flush(change.arm)
 
 
-def _lookup(decision: Decision, tier: str, vector: bytes) -> Lookup:
+def _lookup(
+    decision: Decision,
+    tier: str,
+    *,
+    exact: Entry | None = None,
+    vector: bytes = b"",
+    candidates: Sequence[Candidate] = (),
+    search_failed: bool = False,
+) -> Lookup:
+    refused = next((each for each in candidates if each.objection == ACCEPTANCE), None) if candidates else None
     return Lookup(
         decision.outcome, decision.entry, tier, decision.age, decision.stale, decision.similarity, decision.expired, vector,
-        str(decision.rule),
+        decision.rule.value, decision.ttl, decision.revalidate, decision.objection, decision.forbidden, exact, refused,
+        search_failed,
     )  # fmt: skip
 
 

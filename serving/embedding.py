@@ -8,16 +8,24 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from serving.breaker import CircuitBreaker
+
 DIMENSIONS = 384
 MAX_BATCH = 32
 MAX_CHARACTERS = 8192
 """Longer texts are not looked at: far beyond what the model reads, and reading them would keep the worker from others."""
+
+
+MAX_WAITING = 4096
+"""Texts that wait for the worker; more are refused at once, since they could not be embedded in time."""
 
 
 class EmbeddingUnavailable(RuntimeError):
@@ -41,16 +49,30 @@ class Embedder:
     """Turns texts into vectors. Loads the model at the first text (or at :meth:`load`).
 
     Texts that arrive while a batch is being computed form the next batch: under load the batch grows, alone a text waits for
-    nobody.
+    nobody. A worker that hangs costs a few texts their deadline; then nothing is asked of it for ``cooldown`` seconds, and one
+    text at a time tries whether it is back.
 
     Args:
         deadline: Seconds that :meth:`embed` may take, waiting included.
         threads: Threads of torch; more than one slows down a machine that serves as well.
+        failures: Failures in a row after which it is not asked for a moment.
+        cooldown: How long, seconds.
+        clock: A monotonic clock, seconds.
     """
 
-    def __init__(self, *, deadline: float = 0.5, threads: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        deadline: float = 0.5,
+        threads: int = 1,
+        failures: int = 3,
+        cooldown: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._deadline = deadline
         self._threads = threads
+        self._breaker = CircuitBreaker(failures, cooldown)
+        self._clock = clock
         self._model: Any = None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="embedder")
@@ -73,10 +95,28 @@ class Embedder:
         seen, so they have no meaning to compare.
 
         Raises:
-            EmbeddingUnavailable: If the deadline passes or the model cannot be loaded.
+            EmbeddingUnavailable: If the deadline passes, the model cannot be loaded, or it just failed several times in a row.
         """
         if len(text) > MAX_CHARACTERS:
             return b""
+        if not self._breaker.allow(self._clock()):
+            raise EmbeddingUnavailable("the embedder failed several times in a row and is not asked for a moment")
+        try:
+            vector = await self._embedded(text)
+        except EmbeddingUnavailable:
+            self._breaker.failed(self._clock())
+            raise
+        except BaseException:
+            self._breaker.abandoned()
+            raise
+        self._breaker.succeeded()
+        return vector
+
+    async def _embedded(self, text: str) -> bytes:
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting = [(text, future) for text, future in self._waiting if not future.done()]
+            if len(self._waiting) >= MAX_WAITING:
+                raise EmbeddingUnavailable(f"{MAX_WAITING} texts wait for the embedder already")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, future))
         if self._worker is None or self._worker.done():

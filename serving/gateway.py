@@ -1,54 +1,50 @@
 """The gateway: OpenAI's API over HTTP, answered from the cache or from the model behind it.
 
-A plain ASGI application: it runs under Ray Serve (:mod:`serving.app`) and under uvicorn alike. Every answer says in its headers
-how it came about: ``x-cache`` (HIT, SEMANTIC, MISS, BYPASS), ``x-cache-tier``, ``x-cache-arm``, ``x-cachepilot-version``, and
-``Age``.
+A plain ASGI application: it runs under Ray Serve (:mod:`serving.app`) and under uvicorn alike.
+
+=====================================================  ===========================================================================
+path                                                   is
+=====================================================  ===========================================================================
+``POST /v1/chat/completions``, ``/v1/completions``,    cached (:mod:`serving.answering`); every answer says in its headers how it
+``/v1/embeddings``                                     came about (:mod:`serving.replies`)
+``GET /v1/models``, ``GET /v1/models/{model}``,        passed through, streams included. Answers, and what a tenant's key may see,
+``POST /v1/responses``                                 are the upstream's
+``GET /v1/responses/{id}`` and what is below           passed through, but only where there are no tenants: the upstream knows one
+                                                       key of all of them, and would show each the others' answers
+``/admin/v1/...``                                      the admin API (:mod:`serving.admin`), off without a token
+``GET /healthz``, ``GET /readyz``, ``GET /metrics``    for probes and scrapers; metrics only where Ray does not export them
+=====================================================  ===========================================================================
+
+Every other path is a 404: the operator's key opens more at the upstream (files, fine-tuning) than clients should reach.
 """
 
 from __future__ import annotations
 
-import time
+import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import orjson
 
-from serving.access_log import Outcome
-from serving.cache import Lookup
-from serving.keys import Fingerprint, fingerprint, key64, parse_body
+from serving.admin import PREFIX as ADMIN
+from serving.admin import AdminRoutes
+from serving.administration import Administration, open_audit
+from serving.answering import Answering
+from serving.inbound import PATHS, Disconnected, Receive, Refused, Scope, Send, identify, read_body, unless_gone
 from serving.metrics import PrometheusSink, Sink
+from serving.replies import JSON_TYPE, Headers, respond
 from serving.runtime import Runtime
 from serving.settings import GatewaySettings
-from serving.tiers.base import Entry
-from serving.upstream import JSON, UpstreamAnswer, openai_error
-from serving.warmup import Remembered
+from serving.turns import Overloaded
+from serving.upstream import Interrupted, openai_error, overloaded
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-_CHAT = "/v1/chat/completions"
 _PROBES = ("/healthz", "/readyz")
 """Paths that load balancers also ask with HEAD."""
-_JSON = (b"content-type", JSON.encode())
-_CACHE = {"hit": (b"x-cache", b"HIT"), "semantic_hit": (b"x-cache", b"SEMANTIC")}
-_MISS = (b"x-cache", b"MISS")
-_BYPASS = (b"x-cache", b"BYPASS")
 
-
-class _Refused(ValueError):
-    """A request that is answered with an error before it reaches cache or upstream."""
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = openai_error(message, "invalid_request_error", param=param, code=code)
-
-
-class _Disconnected(Exception):
-    """The client went away before its request was complete."""
+_PASSED = re.compile(r"/(models(?:/[A-Za-z0-9._:@/-]+)?|responses(?:/[A-Za-z0-9_-]+(?:/[a-z_]+)?)?)")
 
 
 class Gateway:
@@ -64,13 +60,19 @@ class Gateway:
         self._prometheus = PrometheusSink() if sink is None else None
         name = replica if replica is not None else uuid.uuid4().hex[:8]
         self.runtime = Runtime(settings, replica=name, sink=sink if sink is not None else self._prometheus or PrometheusSink())
+        answering = Answering(self.runtime)
         self._limit = settings.max_request_bytes
+        self._audit = open_audit(settings)
+        tenants = self.runtime.tenants
+        self._admin = AdminRoutes(
+            Administration(self.runtime), tenants, self._audit, enabled=tenants.administered, clock=lambda: self.runtime.clock()
+        )
         self._routes: dict[str, tuple[str, Callable[[Scope, Receive, Send], Awaitable[None]]]] = {
-            _CHAT: ("POST", self._chat),
-            "/v1/models": ("GET", self._models),
             "/healthz": ("GET", self._healthz),
             "/readyz": ("GET", self._readyz),
         }
+        for endpoint, path in PATHS.items():
+            self._routes[f"/v1{path}"] = ("POST", partial(answering, endpoint=endpoint))
         if self._prometheus is not None:
             self._routes["/metrics"] = ("GET", self._metrics)
 
@@ -81,6 +83,7 @@ class Gateway:
     async def stop(self) -> None:
         """Close everything."""
         await self.runtime.stop()
+        await self._audit.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -92,15 +95,11 @@ class Gateway:
         path = scope["path"][len(scope.get("root_path", "")) :]
         route = self._routes.get(path)
         if route is None:
-            known = ", ".join(sorted(self._routes))
-            body = openai_error(f"no such path: {path}; this gateway has {known}", "invalid_request_error", code="not_found")
-            await _respond(send, 404, [_JSON], body)
+            await self._other(path, scope, receive, send)
         elif scope["method"] == "HEAD" and path in _PROBES:
             await route[1](scope, receive, _without_body(send))
         elif scope["method"] != route[0]:
-            allowed = f"{route[0]}, HEAD" if path in _PROBES else route[0]
-            body = openai_error(f"{path}: expected {allowed}, got {scope['method']}", "invalid_request_error")
-            await _respond(send, 405, [_JSON, (b"allow", allowed.encode())], body)
+            await _not_allowed(send, path, scope["method"], f"{route[0]}, HEAD" if path in _PROBES else route[0])
         else:
             await route[1](scope, receive, send)
 
@@ -120,106 +119,66 @@ class Gateway:
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
-    # -- chat completions ----------------------------------------------------------------------------------------------------
+    # -- what is not cached --------------------------------------------------------------------------------------------------
 
-    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.perf_counter()
-        runtime = self.runtime
-        at = runtime.clock()
-        try:
-            raw = await _read(receive, self._limit)
-            body = _parse(raw)
-            fp = _identity(body, runtime.settings.namespace)
-        except _Refused as refusal:
-            await _respond(send, refusal.status, [_JSON], refusal.body)
+    async def _other(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path.startswith(ADMIN):
+            await self._admin(scope, receive, send)
             return
-        except _Disconnected:
-            return
-        arm = runtime.arms.arm(fp.key)
-        if body.get("stream"):
-            await self._bypass(scope, send, raw, fp, arm, at, began)
-            return
-        found = await runtime.lookup(arm, fp, at)
-        if found.entry is not None:
-            entry = found.entry
-            await _respond(send, 200, self._headers(arm, _CACHE[found.outcome], found.tier, found.age), entry.body)
-            runtime.hit(arm, found)
-            runtime.record(
-                at, time.perf_counter() - began, fp, arm, found.outcome, 200,
-                tier=found.tier, entry=entry, age=found.age, stale=found.stale,
-            )  # fmt: skip
-            self._settle(scope, raw, fp, arm, entry, at)
-            return
-        await self._miss(scope, send, raw, fp, arm, at, began, found)
-
-    async def _miss(
-        self, scope: Scope, send: Send, raw: bytes, fp: Fingerprint, arm: str, at: float, began: float, found: Lookup
-    ) -> None:
-        runtime = self.runtime
-        headers = runtime.upstream.forwarded(scope["headers"])
-        answer, entry, shared = await runtime.fetch(arm, fp, raw, headers, found.vector)
-        if shared:
-            # It waited for an identical request and was answered without an upstream call of its own: a hit, as in HTTP caches.
-            await _respond(send, 200, self._headers(arm, _CACHE["hit"], "memory", 0.0), answer.body)
-            runtime.coalesced(arm)
-            outcome: Outcome = "hit"
+        below = path[len("/v1") :] if path.startswith("/v1/") else ""
+        passed = _PASSED.fullmatch(below)
+        method = scope["method"]
+        if passed is None or ".." in below or (below.startswith("/responses/") and self.runtime.tenants.configured):
+            known = ", ".join(sorted([*self._routes, "/v1/models", "/v1/responses"]))
+            body = openai_error(f"no such path: {path}; this gateway has {known}", "invalid_request_error", code="not_found")
+            await respond(send, 404, [JSON_TYPE], body)
+        elif (allowed := _methods(below)) and method not in allowed:
+            await _not_allowed(send, path, method, ", ".join(allowed))
         else:
-            await _respond(send, answer.status, self._headers(arm, _MISS, "", None, answer), answer.body)
-            outcome = "miss" if answer.ok else "error"
-        tier = "memory" if shared else ""
-        runtime.record(at, time.perf_counter() - began, fp, arm, outcome, answer.status, tier=tier, entry=entry)
-        if entry is not None:
-            self._settle(scope, raw, fp, arm, entry, at)
+            with suppress(Disconnected):
+                await self._pass(below, scope, receive, send)
 
-    async def _bypass(self, scope: Scope, send: Send, raw: bytes, fp: Fingerprint, arm: str, at: float, began: float) -> None:
-        runtime = self.runtime
-        async with runtime.upstream.stream(raw, runtime.upstream.forwarded(scope["headers"])) as (head, chunks):
-            headers = self._headers(arm, _BYPASS, "", None, head)
-            await send({"type": "http.response.start", "status": head.status, "headers": headers})
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        if not head.ok:
-            runtime.metrics.count("cachepilot_upstream_errors_total", arm)
-        runtime.record(at, time.perf_counter() - began, fp, arm, "bypass" if head.ok else "error", head.status)
-
-    def _settle(self, scope: Scope, raw: bytes, fp: Fingerprint, arm: str, entry: Entry, at: float) -> None:
-        """After the answer: tell the ghost and the hot set, and keep the request for refreshing."""
-        runtime = self.runtime
-        runtime.answered(arm, entry, at)
-        if entry.key != fp.key:  # a semantic hit: it is the other request's entry that is hot
+    async def _pass(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the upstream and its answer back, as they are."""
+        runtime, upstream = self.runtime, self.runtime.upstream
+        try:
+            identify(runtime.tenants, dict(scope["headers"]).get(b"authorization"))
+            raw = await read_body(receive, self._limit)
+        except Refused as refusal:
+            await respond(send, refusal.status, [JSON_TYPE], refusal.body)
             return
-        warmer, key = runtime.warmers[arm], key64(fp.key)
-        if not warmer.knows(key):
-            headers = runtime.upstream.forwarded(scope["headers"], credentials=False)
-            warmer.remember(key, Remembered(fp, raw, headers))
+        query = scope.get("query_string", b"").decode("latin-1")
+        target = f"{path}?{query}" if query else path
+        headers = upstream.forwarded(scope["headers"], credentials=not runtime.tenants.configured)
+        if scope["method"] == "POST":
+            await unless_gone(receive, self._pass_stream(target, raw, headers, send))
+            return
+        answer = await upstream.call(target, raw or None, headers, method=scope["method"])
+        kind = (b"content-type", answer.content_type.encode("latin-1"))
+        await respond(send, answer.status, [kind, *_back(answer.headers)], answer.body)
 
-    def _headers(
-        self, arm: str, cache: tuple[bytes, bytes], tier: str, age: float | None, answer: UpstreamAnswer | None = None
-    ) -> Headers:
-        headers = [
-            _JSON if answer is None else (b"content-type", answer.content_type.encode("latin-1")),
-            cache,
-            (b"x-cache-arm", arm.encode()),
-            (b"x-cachepilot-version", b"%d" % self.runtime.version),
-        ]
-        if tier:
-            headers.append((b"x-cache-tier", tier.encode()))
-        if age is not None:
-            headers.append((b"age", b"%d" % age))
-        if answer is not None:
-            headers += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
-        return headers
+    async def _pass_stream(self, target: str, raw: bytes, headers: dict[str, str], send: Send) -> None:
+        begun = False
+        try:
+            async with self.runtime.upstream.stream(target, raw, headers) as (head, chunks):
+                kind = (b"content-type", head.content_type.encode("latin-1"))
+                await send({"type": "http.response.start", "status": head.status, "headers": [kind, *_back(head.headers)]})
+                begun = True
+                async for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except Overloaded as error:
+            refused = overloaded(error)
+            await respond(send, refused.status, [JSON_TYPE, *_back(refused.headers)], refused.body)
+        except Interrupted as error:
+            if begun:  # the connection has to end without a proper end, as the upstream's did
+                raise
+            await respond(send, error.answer.status, [JSON_TYPE], error.answer.body)
 
-    # -- the rest ------------------------------------------------------------------------------------------------------------
-
-    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        upstream = self.runtime.upstream
-        answer = await upstream.models(upstream.forwarded(scope["headers"]))
-        await _respond(send, answer.status, [(b"content-type", answer.content_type.encode("latin-1"))], answer.body)
+    # -- the gateway itself --------------------------------------------------------------------------------------------------
 
     async def _healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _respond(send, 200, [_JSON], b'{"status":"ok"}')
+        await respond(send, 200, [JSON_TYPE], b'{"status":"ok"}')
 
     async def _readyz(self, scope: Scope, receive: Receive, send: Send) -> None:
         runtime = self.runtime
@@ -230,18 +189,27 @@ class Gateway:
             "config_store": "off" if runtime.settings.redis_url is None else "ok" if runtime.store_reachable else "unreachable",
             "arms": {arm: runtime.cache.knobs(arm).to_dict() for arm in runtime.names} if runtime.ready else {},
         }
-        await _respond(send, 200 if runtime.ready else 503, [_JSON], orjson.dumps(state))
+        await respond(send, 200 if runtime.ready else 503, [JSON_TYPE], orjson.dumps(state))
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._prometheus is not None
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-        await _respond(send, 200, [kind], self._prometheus.exposition())
+        await respond(send, 200, [kind], self._prometheus.exposition())
 
 
-async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _methods(path: str) -> tuple[str, ...]:
+    if path.startswith("/models"):
+        return ("GET",)
+    return ("POST",) if path == "/responses" else ("GET", "POST", "DELETE")
+
+
+def _back(headers: Any) -> Headers:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+async def _not_allowed(send: Send, path: str, method: str, allowed: str) -> None:
+    body = openai_error(f"{path}: expected {allowed}, got {method}", "invalid_request_error")
+    await respond(send, 405, [JSON_TYPE, (b"allow", allowed.encode())], body)
 
 
 def _without_body(send: Send) -> Send:
@@ -249,47 +217,3 @@ def _without_body(send: Send) -> Send:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
     return bare
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    while message.get("more_body"):
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Disconnected
-        body += message.get("body", b"")
-        if len(body) > limit:
-            break
-    if message["type"] == "http.disconnect":
-        raise _Disconnected
-    if len(body) > limit:
-        raise _Refused(f"the body is too large: expected at most {limit} bytes", status=413, code="request_too_large")
-    return body
-
-
-def _parse(raw: bytes) -> Mapping[str, Any]:
-    try:
-        body = parse_body(raw)
-    except ValueError as error:
-        raise _Refused(str(error)) from error
-    if not isinstance(body.get("model"), str) or not body["model"]:
-        raise _Refused(f"model: expected the name of a model, got {_excerpt(body.get('model'))}", param="model")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise _Refused(f"messages: expected a list of at least one message object, got {_excerpt(messages)}", param="messages")
-    return body
-
-
-def _identity(body: Mapping[str, Any], namespace: str) -> Fingerprint:
-    return fingerprint(body, namespace=namespace)
-
-
-def _excerpt(value: object) -> str:
-    if value is None:
-        return "nothing"
-    try:
-        text = orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:
-        return f"a {type(value).__name__} nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -6,7 +6,7 @@ the whole process. What a scraper has to know:
 * Ray exports a metric as ``ray_`` + its name on every node's metrics port, with labels of its own (``deployment``, ``replica``,
   ``application``, ``WorkerId``, ...). A counter whose name ends with ``_total`` keeps it: ``ray_cachepilot_requests_total``.
 * Every counter starts at 0 for every combination of labels that is known beforehand (the ghost's when its replica begins to
-  export it, at least a window before they grow); histograms appear with their first value.
+  export it, at least a window before they grow); histograms and counters by rule, reason or guard appear with their first value.
 * Ray rebuilds a histogram from bucket midpoints, so its ``_bucket`` and ``_count`` are exact but its ``_sum`` is not. The exact
   sum of latencies is ``cachepilot_latency_seconds_total``.
 * ``size`` is the decimal integer of the grid's bytes, ``ttl`` the ``repr`` of the grid's float: both parse back exactly.
@@ -47,7 +47,8 @@ class Metric:
 
 CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_requests_total", "counter", ("arm", "outcome"),
-           "Requests by outcome: hit, semantic_hit, miss, bypass (not cacheable), error (the upstream failed)."),
+           "Requests by outcome: hit, semantic_hit, miss, bypass (the cache was not asked), error (the upstream failed)."),
+    Metric("cachepilot_decisions_total", "counter", ("arm", "rule"), "Requests by the rule that decided (serving/policy.py)."),
     Metric("cachepilot_hits_total", "counter", ("arm", "tier"), "Hits by the tier that answered: memory, redis, vector."),
     Metric("cachepilot_cacheable_lookups_total", "counter", ("arm",), "Requests that were looked up in the cache."),
     Metric("cachepilot_request_latency_seconds", "histogram", ("arm", "outcome"),
@@ -64,7 +65,16 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_upstream_tokens_total", "counter", ("arm", "kind", "cause"),
            "Tokens billed by the upstream; kind: input, output; cause: miss, refresh."),
     Metric("cachepilot_upstream_errors_total", "counter", ("arm",), "Upstream answers that were not 2xx, and failed calls."),
+    Metric("cachepilot_upstream_rejections_total", "counter", ("arm",),
+           "Requests answered 429 because too many upstream calls were under way or waiting."),
+    Metric("cachepilot_answers_not_kept_total", "counter", ("arm", "reason"),
+           "Complete upstream answers that were not stored, by the reason (serving/admission.py)."),
+    Metric("cachepilot_semantic_objections_total", "counter", ("arm", "guard"),
+           "Answers by meaning that a check refused, by its name: a guard, or acceptance."),
+    Metric("cachepilot_semantic_verifications_total", "counter", ("arm", "verdict"),
+           "Answers by meaning that were compared with the model's own afterwards: right, wrong."),
     Metric("cachepilot_embedding_failures_total", "counter", (), "Texts that could not be embedded in time; a miss each."),
+    Metric("cachepilot_vector_failures_total", "counter", (), "Searches for neighbours that failed or came late; a miss each."),
     Metric("cachepilot_upstream_inflight", "gauge", (), "Upstream calls under way from this replica."),
     Metric("cachepilot_window_entropy_bits", "gauge", ("arm",),
            "Shannon entropy of the last window's key distribution, bits, Miller-Madow corrected."),
@@ -220,6 +230,11 @@ class GatewayMetrics:
             "cause": ("miss", "refresh"),
             "size": self._sizes,
             "ttl": self._ttls,
+            "verdict": ("right", "wrong"),
+            # these appear with their first value: many never have one
+            "rule": (),
+            "reason": (),
+            "guard": (),
         }
         self._known = known
         self._ghosts: set[str] = set()

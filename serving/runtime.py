@@ -9,36 +9,51 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from serving.access_log import AccessLogWriter, AccessRecord, Outcome
+from serving.access_log import AccessLogWriter, DetailedRecord, Outcome
 from serving.arms import ArmAssignment
+from serving.by_meaning import ByMeaning
 from serving.cache import Lookup, TieredCache
 from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState
 from serving.crypto import Sealer
-from serving.embedding import DIMENSIONS, Embedder, EmbeddingUnavailable
+from serving.embedding import DIMENSIONS
 from serving.feed import AccessFeed, LocalFeed, RedisFeed
+from serving.fetching import Call, Fetcher
+from serving.flight_feed import FlightFeed
+from serving.flights import Flights
 from serving.ghost import Ghost
+from serving.inbound import Inbound
 from serving.keys import Fingerprint, key64
+from serving.meaning.acceptance_feed import AcceptanceFeed
 from serving.metrics import GatewayMetrics, Sink
+from serving.policy import Asked
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_url import address
 from serving.settings import GatewaySettings
+from serving.tenants import Tenants
 from serving.tiers.base import Entry
 from serving.tiers.memory import MemoryTier
 from serving.tiers.redis import RedisTier
-from serving.tiers.vector import VectorTier
-from serving.upstream import Completion, Upstream, UpstreamAnswer, completion_of, usage_of
+from serving.tiers.vector_store import VectorStore, open_store
+from serving.upstream import Upstream
 from serving.warmup import NoLeases, RedisLeases, Remembered, Warmer
 
 _log = logging.getLogger(__name__)
 
 FEED_SECONDS = 1.0
 """How long a start waits for the feed of what other replicas change; without Redis there is none."""
+
+ACCEPTANCE_SECONDS = 1.0
+"""How often replicas tell each other what they learned of answers by meaning."""
+
+MIN_FLIGHT_BYTES = 4 << 20
+"""Bytes of an answer under way that are kept at least for those who join it late."""
 
 REPORT_SECONDS = 5.0
 """How often a replica repeats which version it runs; a third of what the store takes for death."""
@@ -63,18 +78,23 @@ class Runtime:
         self.names = self.arms.arms
         self.metrics = GatewayMetrics(self.names, self.space, sink)
         self.upstream = Upstream(settings.upstream)
+        self.tenants = Tenants(settings.auth)
+        self.meaning = ByMeaning(settings.rules.semantic, self.metrics)
         self.version = 0
         self.ready = False
         self.store_reachable = settings.redis_url is None
         self.cache: TieredCache
+        self.flights: Flights
+        self.fetcher: Fetcher
         self.warmers: dict[str, Warmer] = {}
         self._ghosts: dict[str, Ghost] = {}
         self._index = {arm: number for number, arm in enumerate(self.names)}
         self._feed: AccessFeed
-        self._embedder: Embedder | None = None
         self._config: RedisConfigStore | None = None
         self._access_log: AccessLogWriter | None = None
-        self._misses: dict[tuple[str, bytes], asyncio.Task[tuple[UpstreamAnswer, Entry | None]]] = {}
+        self._flight_feed: FlightFeed | None = None
+        self._acceptance_feed: AcceptanceFeed | None = None
+        self._revalidating: dict[tuple[str, bytes], asyncio.Task[None]] = {}
         self._applied_time = -math.inf
         self._next_window = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,23 +108,38 @@ class Runtime:
 
         Raises:
             OSError: If the access log cannot be written.
+            RuntimeError: If the package of the vector store is not installed.
         """
         settings, url, namespace = self.settings, address(self.settings), self.settings.namespace
         if settings.access_log is not None:
             self._access_log = AccessLogWriter(settings.access_log, self.replica)
         await self.upstream.open()
-        semantic = settings.rules.semantic
-        if semantic.enabled:
-            await self._open_embedder(semantic.deadline)
-        store = None
-        if url is not None:
-            store = RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=Sealer.of(settings.storage))
+        await self.meaning.open()
+        sealer = Sealer.of(settings.storage)
         self.cache = TieredCache(
             memory=MemoryTier(),
-            store=store,
-            vectors=VectorTier(dim=DIMENSIONS) if self._embedder is not None else None,
+            store=RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=sealer) if url is not None else None,
+            vectors=self._open_vectors(),
             rules=settings.rules.rules(),
             replicas=settings.replicas,
+        )
+        shared = url is not None and settings.replicas > 1
+        if url is not None and shared:
+            self._flight_feed = FlightFeed(url, namespace, deadline=settings.redis_deadline, sealer=sealer)
+        self.flights = Flights(
+            grace=settings.streams.grace,
+            max_bytes=max(MIN_FLIGHT_BYTES, settings.admission.max_entry_bytes),
+            feed=self._flight_feed,
+            clock=time.perf_counter,
+        )
+        self.fetcher = Fetcher(
+            settings,
+            upstream=self.upstream,
+            cache=self.cache,
+            flights=self.flights,
+            meaning=self.meaning,
+            metrics=self.metrics,
+            clock=lambda: self.clock(),
         )
         desired: DesiredState | None = None
         if url is not None:
@@ -121,7 +156,6 @@ class Runtime:
         # The memory tier starts anew when the feed of changes begins: better before the first answer.
         with suppress(TimeoutError):
             await asyncio.wait_for(self.cache.following(), FEED_SECONDS)
-        shared = url is not None and settings.replicas > 1
         self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
         await self._feed.open()
         self._start_arms(shared=shared)
@@ -136,6 +170,9 @@ class Runtime:
             self._background(self._log_loop(self._access_log), "access-log")
         for warmer in self.warmers.values():
             self._background(self._warm_loop(warmer), "warm-up")
+        if url is not None and self.meaning.enabled:
+            self._acceptance_feed = AcceptanceFeed(self.meaning.acceptance, url, namespace, self.replica)
+            self._background(self._acceptance_loop(self._acceptance_feed), "acceptance")
         self.ready = True
 
     async def stop(self) -> None:
@@ -147,9 +184,13 @@ class Runtime:
         self._tasks.clear()
         for warmer in self.warmers.values():
             await warmer.close()
-        for pending in list(self._misses.values()):
-            pending.cancel()
-        await asyncio.gather(*self._misses.values(), return_exceptions=True)
+        for task in self._revalidating.values():
+            task.cancel()
+        await asyncio.gather(*self._revalidating.values(), return_exceptions=True)
+        if hasattr(self, "fetcher"):
+            await self.flights.close()
+            await self.fetcher.close()
+        await self.meaning.close()
         self.metrics.flush()
         if self._access_log is not None:
             self._access_log.close()
@@ -158,20 +199,14 @@ class Runtime:
             await self.cache.close()
         if hasattr(self, "_feed"):
             await self._feed.close()
-        if self._embedder is not None:
-            await self._embedder.close()
-        if self._config is not None:
-            await self._config.close()
+        for part in (self._flight_feed, self._acceptance_feed, self._config):
+            if part is not None:
+                await part.close()
 
-    async def _open_embedder(self, deadline: float) -> None:
-        embedder = Embedder(deadline=deadline)
-        try:
-            await embedder.load()
-        except EmbeddingUnavailable as error:
-            _log.error("answers by meaning are off: %s", error)
-            await embedder.close()
-            return
-        self._embedder = embedder
+    def _open_vectors(self) -> VectorStore | None:
+        if not self.meaning.enabled:
+            return None
+        return open_store(self.settings.rules.semantic.vectors, dim=DIMENSIONS, namespace=self.settings.namespace)
 
     def _start_arms(self, *, shared: bool) -> None:
         settings, url = self.settings, address(self.settings)
@@ -211,79 +246,69 @@ class Runtime:
 
     # -- answering -----------------------------------------------------------------------------------------------------------
 
-    async def lookup(self, arm: str, fp: Fingerprint, now: float) -> Lookup:
-        """Find what may answer the request; counts it as looked up."""
-        self.metrics.count("cachepilot_cacheable_lookups_total", arm)
-        found = self.cache.lookup_now(arm, fp, now=now)
-        if found is None:
-            found = await self.cache.lookup(arm, fp, now=now, embed=self._embed if self._embedder is not None else None)
-        if found.expired:
-            self.metrics.count("cachepilot_expirations_total", arm)
+    def arm_now(self, fp: Fingerprint) -> str | None:
+        """Return a request's arm; None where its embedding has to be computed first."""
+        if not fp.text or not self.meaning.assigns_arms:
+            return self.arms.arm(fp.key)
+        vector = self.meaning.known(fp.text)
+        return None if vector is None else self._arm_of(fp, vector)
+
+    async def arm_by_meaning(self, fp: Fingerprint) -> str:
+        """Return the arm that a request's semantic bucket assigns it to; its key's where it has no embedding."""
+        return self._arm_of(fp, await self.meaning.embed(fp.text))
+
+    def _arm_of(self, fp: Fingerprint, vector: bytes) -> str:
+        return self.arms.arm(self.meaning.bucket(vector) if vector else fp.key)
+
+    def by_meaning(self, inbound: Inbound) -> bool:
+        """Whether an answer to another question may be looked for."""
+        # One who comes back for the rest of an answer wants that answer.
+        return bool(inbound.fp.text) and inbound.asked.directives.by_meaning and not inbound.resume
+
+    def lookup_now(self, arm: str, asked: Asked, now: float) -> Lookup | None:
+        """Find an exact hit in memory, without awaiting; counts it as looked up."""
+        found = self.cache.lookup_now(arm, asked, now=now)
+        if found is not None:
+            self.metrics.count("cachepilot_cacheable_lookups_total", arm)
         return found
 
-    async def fetch(
-        self, arm: str, fp: Fingerprint, body: bytes, headers: Mapping[str, str], vector: bytes
-    ) -> tuple[UpstreamAnswer, Entry | None, bool]:
-        """Ask the upstream for a missed answer and store it if it may be; identical misses under way are asked once.
-
-        Returns:
-            The answer; the entry it became, or None where it may not be cached; and whether another request had asked for it.
-        """
-        flight = (arm, fp.key)
-        pending = self._misses.get(flight)
-        if pending is not None:
-            answer, entry = await asyncio.shield(pending)
-            if entry is not None:
-                return answer, entry, True
-            # An error may be the first client's own (its key, its limits), and an answer that is not cacheable is not shared.
-            return *await self._ask(arm, fp, body, headers, vector, "miss"), False
-        pending = asyncio.create_task(self._ask(arm, fp, body, headers, vector, "miss"))
-        self._misses[flight] = pending
-        pending.add_done_callback(lambda _: self._misses.pop(flight, None))
-        # Shielded: a client that goes away must not take the answer from those who wait for it, nor from the cache.
-        answer, entry = await asyncio.shield(pending)
-        return answer, entry, False
-
-    async def _ask(
-        self, arm: str, fp: Fingerprint, body: bytes, headers: Mapping[str, str], vector: bytes, cause: str
-    ) -> tuple[UpstreamAnswer, Entry | None]:
-        answer = await self.upstream.chat(body, headers)
-        if not answer.ok:
-            self.metrics.count("cachepilot_upstream_errors_total", arm)
-            return answer, None
-        completion = completion_of(answer)
-        billed = completion if completion is not None else usage_of(answer)
-        self.metrics.tokens(arm, cause, billed.input_tokens, billed.output_tokens)
-        if completion is None:
-            return answer, None
-        entry = self._entry(fp, answer, completion, vector)
-        await self.cache.put(arm, entry, now=entry.written_at)
-        return answer, entry
-
-    def _entry(self, fp: Fingerprint, answer: UpstreamAnswer, completion: Completion, vector: bytes) -> Entry:
-        entry = Entry(
-            fp.key,
-            answer.body,
-            self.clock(),
-            completion.input_tokens,
-            completion.output_tokens,
-            fp.context if vector else b"",
-            vector,
+    async def lookup(self, arm: str, inbound: Inbound, now: float) -> Lookup:
+        """Find what may answer the request; counts it as looked up, unless its caller would not have that."""
+        asked, by_meaning = inbound.asked, self.meaning.enabled and self.by_meaning(inbound)
+        if not by_meaning and asked.fp.text and self.meaning.enabled:
+            asked = replace(asked, directives=replace(asked.directives, max_error=0.0))
+        if not (asked.directives.no_store or asked.directives.no_cache):
+            self.metrics.count("cachepilot_cacheable_lookups_total", arm)
+        found = await self.cache.lookup(
+            arm,
+            asked,
+            now=now,
+            embed=self.meaning.embed if by_meaning else None,
+            judge=self.meaning.judge(arm, asked) if by_meaning else None,
         )
-        return self.cache.store.charged(entry) if self.cache.store is not None else entry
+        if found.expired:
+            self.metrics.count("cachepilot_expirations_total", arm)
+        if found.search_failed:
+            self.metrics.count("cachepilot_vector_failures_total")
+        return found
 
-    async def _embed(self, text: str) -> bytes:
-        assert self._embedder is not None
-        try:
-            return await self._embedder.embed(text)
-        except EmbeddingUnavailable:
-            self.metrics.count("cachepilot_embedding_failures_total")
-            return b""
+    def tier_of(self, arm: str, entry: Entry) -> str:
+        """Return the name of the fastest tier that holds the entry."""
+        held = self.cache.memory.get_now(arm, entry.key, touch=False)
+        return self.cache.memory.name if held is not None or self.cache.store is None else self.cache.store.name
+
+    def revalidate(self, arm: str, call: Call) -> None:
+        """Refresh an entry that was served past its TTL, in the background; once for all who were served."""
+        name = (arm, call.asked.fp.key)
+        if name in self._revalidating or self.flights.find(*name) is not None:
+            return
+        task = asyncio.create_task(self.fetcher.refresh(arm, self.fetcher.for_refresh(call)), name=f"revalidate-{self.replica}")
+        self._revalidating[name] = task
+        task.add_done_callback(lambda _: self._revalidating.pop(name, None))
 
     async def _refresh(self, arm: str, request: Remembered) -> None:
-        fp = request.fingerprint
-        vector = await self._embed(fp.text) if self._embedder is not None and fp.text else b""
-        await self._ask(arm, fp, request.body, request.headers, vector, "refresh")
+        assert isinstance(request.call, Call)
+        await self.fetcher.refresh(arm, request.call)
 
     # -- accounting ----------------------------------------------------------------------------------------------------------
 
@@ -306,23 +331,29 @@ class Runtime:
         self,
         at: float,
         latency: float,
-        fp: Fingerprint,
+        inbound: Inbound,
         arm: str,
         outcome: Outcome,
         status: int,
         *,
+        rule: str = "",
         tier: str = "",
         entry: Entry | None = None,
         age: float = 0.0,
         stale: float = 0.0,
+        similarity: float = 0.0,
     ) -> None:
         """Count an answered request and write its line of the access log."""
         self.metrics.request(arm, outcome, latency)
+        self.metrics.count("cachepilot_decisions_total", arm, rule)
         if self._access_log is not None:
             size, tokens = (entry.size, (entry.input_tokens, entry.output_tokens)) if entry is not None else (0, (0, 0))
             self._access_log.write(
-                AccessRecord(at, key64(fp.key), arm, outcome, tier, latency, size, *tokens, age, stale, self.version, status)
-            )
+                DetailedRecord(
+                    at, key64(inbound.fp.key), arm, outcome, tier, latency, size, *tokens, age, stale, self.version, status,
+                    rule, similarity, inbound.endpoint, inbound.tenant,
+                )
+            )  # fmt: skip
 
     # -- background ----------------------------------------------------------------------------------------------------------
 
@@ -412,6 +443,11 @@ class Runtime:
             window = ghost.take()
             if self._feed.leading:
                 self.metrics.ghost(arm, window)
+
+    async def _acceptance_loop(self, feed: AcceptanceFeed) -> None:
+        while True:
+            await feed.exchange()
+            await asyncio.sleep(ACCEPTANCE_SECONDS)
 
     async def _warm_loop(self, warmer: Warmer) -> None:
         while True:

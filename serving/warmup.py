@@ -38,11 +38,13 @@ class Remembered:
         fingerprint: Its identity.
         body: Its body.
         headers: The headers to send upstream; no client's credentials.
+        call: All that the one who sends it needs besides; the warmer does not look at it.
     """
 
     fingerprint: Fingerprint
     body: bytes
     headers: Mapping[str, str]
+    call: object = None
 
 
 class TokenBucket:

@@ -17,9 +17,13 @@ from serving.keys import fingerprint, key64
 from serving.knobs import Knobs
 from serving.llm_sim import answer_size
 from serving.redis_config_store import RedisConfigStore
+from serving.tiers.base import EntryMeta
 from serving.tiers.redis import RedisTier
 from tests.e2e.stack import MODEL, Stack, chat, samples
 from tests.waiting import until
+
+META = len(EntryMeta(model=MODEL).dump())
+"""Bytes of what every entry says of itself."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")]
 
@@ -45,7 +49,7 @@ async def test_a_question_belongs_to_one_arm_and_counts_against_that_arms_budget
         after = {arm: (await tier.stats(arm)).bytes for arm in ("control", "treatment")}
     finally:
         await tier.close()
-    assert after["control"] == before["control"] + 5 * (32 + answer_size(500, MODEL))
+    assert after["control"] == before["control"] + 5 * (32 + answer_size(500, MODEL) + META)
     assert after["treatment"] == before["treatment"]
     await until(lambda: _shared_bytes(stack) == after, "the exported bytes")
 
@@ -144,7 +148,7 @@ async def test_every_request_leaves_one_line_without_its_text(stack: Stack) -> N
     await until(lambda: len(lines()) == 3, "the access log")
     records = sorted(lines(), key=lambda record: record.at)
     assert [record.outcome for record in records] == ["miss", "hit", "hit"]
-    assert {record.size for record in records} == {32 + len(stack.ask(question).body)}
+    assert {record.size for record in records} == {32 + len(stack.ask(question).body) + META}
     assert all(record.latency > 0 and record.status == 200 and record.output_tokens > 0 for record in records)
     assert not any(question.encode() in file.read_bytes() for file in stack.access_log.iterdir())
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from serving.llm_sim import LlmSimProcess, answer_size
 from serving.settings import LlmSimSettings
+from serving.tiers.base import EntryMeta
 from tests.e2e.stack import chat
 from tests.serving.gateways import Client, running, served
 
@@ -72,7 +73,7 @@ async def test_fields_that_do_not_change_the_answer_do_not_change_its_identity(c
 async def test_the_stored_entry_has_the_size_that_the_simulator_expects(client: Client) -> None:
     await client.ask("hello", {"x-llm-sim-output-tokens": "123"})
     held = await client.metric('cachepilot_resident_bytes{arm="control",tier="memory"}')
-    assert held == 32 + answer_size(123, "llm-sim")
+    assert held == 32 + answer_size(123, "llm-sim") + len(EntryMeta(model="llm-sim").dump())
 
 
 async def test_an_answer_cut_at_its_length_is_passed_on_and_not_kept(client: Client) -> None:
@@ -81,10 +82,10 @@ async def test_an_answer_cut_at_its_length_is_passed_on_and_not_kept(client: Cli
         assert (reply.cache, reply.json["choices"][0]["finish_reason"]) == ("MISS", "length")
 
 
-async def test_a_streamed_answer_passes_through_as_it_is(client: Client) -> None:
+async def test_a_streamed_answer_that_was_cut_passes_through_and_is_not_kept(client: Client) -> None:
     for _ in range(2):
         reply = await client.ask("hello", stream=True, max_tokens=3)
-        assert (reply.status, reply.cache) == (200, "BYPASS")
+        assert (reply.status, reply.cache) == (200, "MISS")
         assert reply.headers["content-type"].startswith("text/event-stream")
         assert reply.body.endswith(b"data: [DONE]\n\n")
 
@@ -243,7 +244,7 @@ async def test_identical_misses_under_way_ask_the_upstream_once() -> None:
         replies = await asyncio.gather(*asked)
         assert await client.metric('cachepilot_coalesced_requests_total{arm="control"}') == 19
         assert await client.metric('cachepilot_upstream_tokens_total{arm="control",cause="miss",kind="output"}') == 1
-    assert sorted(str(reply.cache) for reply in replies) == ["HIT"] * 19 + ["MISS"]
+    assert sorted(str(reply.cache) for reply in replies) == ["COLLAPSED"] * 19 + ["MISS"]
     assert len(upstream.requests) == 1
 
 

@@ -1,0 +1,305 @@
+"""What a request asks of the gateway: read, authenticated, parsed, with its directives and its identity.
+
+Whatever is wrong with a request is found here, before cache or upstream hear of it, and said in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from serving.directives import DirectiveError, Directives, parse_directives
+from serving.keys import Endpoint, Fingerprint, fingerprint, parse_body
+from serving.policy import Asked
+from serving.settings import GatewaySettings
+from serving.tenants import Tenants, Unauthorised
+from serving.tiers.base import EntryMeta
+from serving.upstream import openai_error
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+PATHS: Mapping[Endpoint, str] = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}
+"""The endpoints whose answers are cached, and their paths below the API's version."""
+
+NO_DIRECTIVES = Directives()
+_READ = frozenset((b"authorization", b"cache-control", b"last-event-id"))
+_MOST_EVENTS = 10**9
+
+
+class Refused(ValueError):
+    """A request that is answered with an error before it reaches cache or upstream.
+
+    Attributes:
+        status: HTTP status.
+        body: The error in OpenAI's shape.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = openai_error(message, "invalid_request_error", param=param, code=code)
+
+
+class Disconnected(Exception):
+    """The client went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """One request, understood.
+
+    Attributes:
+        endpoint: What is asked.
+        raw: The body's bytes, as they came.
+        body: The same, parsed.
+        asked: The request as the decision core sees it.
+        tenant: Who asks; ``""`` where there are no tenants.
+        resume: Events of a streamed answer that the client has already; None where it did not say.
+        numbered: Whether events shall carry their number, for clients that come back with ``Last-Event-ID``.
+        fresh_id: Whether a hit shall get an id of its own.
+    """
+
+    endpoint: Endpoint
+    raw: bytes
+    body: Mapping[str, Any]
+    asked: Asked
+    tenant: str
+    resume: int | None = None
+    numbered: bool = False
+    fresh_id: bool = False
+
+    @property
+    def fp(self) -> Fingerprint:
+        """Its identity."""
+        return self.asked.fp
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.body.get("tools") or self.body.get("functions"))
+
+    def meta(self, *, text: bool) -> EntryMeta:
+        """Return what is kept of the request beside its answer.
+
+        Args:
+            text: Whether with its text, for an entry that may answer by meaning.
+        """
+        asked, given = self.asked, self.asked.directives
+        return EntryMeta(
+            asked.fp.text if text else "", str(self.body["model"]), asked.temperature, self.tenant, given.namespace, given.tags,
+            given.documents,
+        )  # fmt: skip
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Return the whole body.
+
+    Raises:
+        Refused: If it is longer than ``limit`` bytes.
+        Disconnected: If the client went away before it was complete.
+    """
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message.get("more_body"):
+        parts, size = [body], len(body)
+        while message.get("more_body") and size <= limit:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+        body = b"".join(parts)
+    if message["type"] == "http.disconnect":
+        raise Disconnected
+    if len(body) > limit:
+        raise Refused(f"the body is too large: expected at most {limit} bytes", status=413, code="request_too_large")
+    return body
+
+
+async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Do the work, and give it up when the client goes away.
+
+    Raises:
+        Disconnected: If it did.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        await working
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def identify(tenants: Tenants, authorization: bytes | None) -> str:
+    """Return the tenant that asks.
+
+    Raises:
+        Refused: If a known key is required and the request has none.
+    """
+    try:
+        return tenants.tenant_of(authorization)
+    except Unauthorised as error:
+        raise Refused(error.message, status=error.status, code=error.code) from None
+
+
+def understand(
+    headers: Iterable[tuple[bytes, bytes]], raw: bytes, endpoint: Endpoint, *, settings: GatewaySettings, tenants: Tenants
+) -> Inbound:
+    """Return the request.
+
+    Args:
+        headers: Its headers, lower-case names, as ASGI gives them.
+        raw: Its body.
+        endpoint: What is asked.
+        settings: The data plane's settings.
+        tenants: Who may ask.
+
+    Raises:
+        Refused: If it is not one that can be answered; the error says what was expected.
+    """
+    given: dict[str, str] = {}
+    authorization: bytes | None = None
+    for name, value in headers:
+        if name == b"authorization":
+            authorization = value
+        elif name in _READ or name.startswith(b"x-cache-"):
+            given[name.decode("latin-1")] = value.decode("latin-1")
+    tenant = identify(tenants, authorization)
+    body = _parse(raw, endpoint)
+    directives = NO_DIRECTIVES
+    if given or "cache" in body:
+        try:
+            directives = parse_directives(given.get("cache-control"), given, body.get("cache"), settings.callers)
+        except DirectiveError as error:
+            raise Refused(str(error), param=error.param) from None
+    fp = _identity(body, endpoint, tenant, namespace_of(settings.namespace, directives.namespace))
+    stream = endpoint != "embeddings" and bool(body.get("stream"))
+    options = body.get("stream_options") if stream else None
+    usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+    asked = Asked(fp, directives, stream, usage, False, _temperature(body), _choices(body, endpoint))
+    if not given:
+        return Inbound(endpoint, raw, body, asked, tenant)
+    last_event, offset = given.get("last-event-id"), given.get("x-cache-offset")
+    return Inbound(
+        endpoint, raw, body, asked, tenant,
+        _events(offset, last_event) if stream else None,
+        stream and last_event is not None,
+        given.get("x-cache-fresh-id", "").lower() in ("1", "true", "yes"),
+    )  # fmt: skip
+
+
+def namespace_of(own: str, callers: str) -> str:
+    """Return the namespace of a request's identity: the deployment's, divided by the caller's.
+
+    No two pairs give the same, since the deployment's has no ``/``.
+    """
+    return f"{own}/{callers}" if callers else own
+
+
+def upstream_body(raw: bytes, body: Mapping[str, Any], *, usage: bool, directives: bool) -> bytes:
+    """Return the body to send to the model: as it came, but for what is the gateway's own.
+
+    Args:
+        raw: The request's bytes.
+        body: The same, parsed.
+        usage: Whether a streamed answer shall be asked for its tokens.
+        directives: Whether the body's ``cache`` object is the gateway's.
+    """
+    options = body.get("stream_options")
+    add_usage = usage and bool(body.get("stream")) and not (isinstance(options, Mapping) and options.get("include_usage"))
+    own_cache = directives and isinstance(body.get("cache"), Mapping)
+    if not add_usage and not own_cache:
+        return raw
+    changed = {name: value for name, value in body.items() if not (own_cache and name == "cache")}
+    if add_usage:
+        changed["stream_options"] = {**(options if isinstance(options, Mapping) else {}), "include_usage": True}
+    return dumps(changed)
+
+
+def dumps(value: object) -> bytes:
+    """Return JSON; integers of any size."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # an integer of more than 64 bits
+        import json
+
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _parse(raw: bytes, endpoint: Endpoint) -> Mapping[str, Any]:
+    try:
+        body = parse_body(raw)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise Refused(f"model: expected the name of a model, got {_excerpt(body.get('model'))}", param="model")
+    if endpoint == "chat":
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+            raise Refused(f"messages: expected a list of at least one message object, got {_excerpt(messages)}", param="messages")
+    elif endpoint == "completions":
+        if not isinstance(body.get("prompt"), str | list):
+            raise Refused(f"prompt: expected a text or a list, got {_excerpt(body.get('prompt'))}", param="prompt")
+    elif not isinstance(body.get("input"), str | list) or body["input"] == []:
+        raise Refused(f"input: expected a text or a list of at least one, got {_excerpt(body.get('input'))}", param="input")
+    return body
+
+
+def _identity(body: Mapping[str, Any], endpoint: Endpoint, tenant: str, namespace: str) -> Fingerprint:
+    try:
+        return fingerprint(body, endpoint=endpoint, tenant=tenant, namespace=namespace)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _temperature(body: Mapping[str, Any]) -> float | None:
+    value = body.get("temperature")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _choices(body: Mapping[str, Any], endpoint: Endpoint) -> int:
+    """How many answers are asked for: a list of texts, or of lists of tokens, is several; a list of tokens is one."""
+    count = body.get("n")
+    choices = count if isinstance(count, int) and not isinstance(count, bool) and count > 0 and endpoint != "embeddings" else 1
+    if endpoint == "chat":
+        return choices
+    given = body["prompt" if endpoint == "completions" else "input"]
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    return choices * len(given) if several else choices
+
+
+def _events(offset: str | None, last_event: str | None) -> int | None:
+    given, name = (offset, "x-cache-offset") if offset is not None else (last_event, "last-event-id")
+    if given is None:
+        return None
+    text = given.strip()
+    if not text:
+        return 0
+    if not text.isascii() or not text.isdecimal() or int(text) > _MOST_EVENTS:
+        raise Refused(f"{name}: expected the number of events received, got {given[:40]!r}", param=name)
+    return int(text)
+
+
+def _excerpt(value: object) -> str:
+    if value is None:
+        return "nothing"
+    try:
+        text = dumps(value).decode()
+    except (TypeError, ValueError, RecursionError):
+        return f"a {type(value).__name__} nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "..."
