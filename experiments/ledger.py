@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,9 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, SQL
 from sqlalchemy.orm import Session
 
 from experiments.design import Experiment
-from experiments.records import DecisionRecord, EventRecord, clean
+from experiments.records import ADMIN, DecisionRecord, EventRecord, audit_record, clean
 from experiments.tables import SCHEMA_VERSION, Base, DecisionRow, EventRow, ExperimentRow, SchemaRow
+from serving.audit import AuditEvent
 from serving.knobs import Knobs
 
 
@@ -195,15 +196,7 @@ class Ledger:
     def record_event(self, record: EventRecord) -> None:
         """Append an event."""
         with self._write() as session:
-            session.add(
-                EventRow(
-                    at=float(record.at),
-                    namespace=record.namespace,
-                    kind=record.kind,
-                    message=record.message,
-                    details=clean(record.details),
-                )
-            )
+            session.add(_event_row(record))
 
     def events(self, *, namespace: str | None = None, since: float = 0.0, until: float | None = None) -> list[EventRecord]:
         """Return events in order of time."""
@@ -214,6 +207,29 @@ class Ledger:
             query = query.where(EventRow.at <= until)
         with self._read() as session:
             return [EventRecord(row.at, row.namespace, row.kind, row.message, row.details) for row in session.scalars(query)]
+
+    # -- what operators did
+
+    def record_audit(self, namespace: str, events: Sequence[tuple[str, AuditEvent]]) -> int:
+        """Append what operators did by the admin API as events of the kind :data:`ADMIN`, each once.
+
+        Args:
+            namespace: The gateway's namespace.
+            events: The oldest first, with their identifiers (:meth:`serving.audit.RedisAudit.read`).
+
+        Returns:
+            How many were new: not beyond :meth:`audited` before.
+        """
+        with self._write() as session:
+            last = _position(_last_audited(session, namespace))
+            fresh = [(identifier, item) for identifier, item in events if _position(identifier) > last]
+            session.add_all(_event_row(audit_record(namespace, identifier, item)) for identifier, item in fresh)
+        return len(fresh)
+
+    def audited(self, namespace: str) -> str:
+        """Return the identifier of the newest event that :meth:`record_audit` has recorded of a namespace; ``""``: none."""
+        with self._read() as session:
+            return _last_audited(session, namespace)
 
     # -- the database
 
@@ -308,6 +324,28 @@ class Ledger:
         else:
             fix = "check that the database is there and may be used, or set ledger.url"
         return LedgerError(f"ledger {self.url}: {cause}: {fix}")
+
+
+def _event_row(record: EventRecord) -> EventRow:
+    return EventRow(
+        at=float(record.at),
+        namespace=record.namespace,
+        kind=record.kind,
+        message=record.message,
+        details=clean(record.details),
+    )
+
+
+def _last_audited(session: Session, namespace: str) -> str:
+    query = select(EventRow.details).where(EventRow.namespace == namespace, EventRow.kind == ADMIN)
+    details = session.scalar(query.order_by(EventRow.id.desc()).limit(1))
+    return str(details.get("audit", "")) if details else ""
+
+
+def _position(identifier: str) -> tuple[int, int]:
+    """An identifier of Redis' streams, milliseconds and a number, in the order in which they grow."""
+    milliseconds, _, number = identifier.partition("-")
+    return int(milliseconds or -1), int(number or 0)
 
 
 def _decision(row: DecisionRow) -> DecisionRecord:

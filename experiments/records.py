@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 
 from envs.signals import ArmSignals
+from serving.audit import AuditEvent
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs
+
+ADMIN = "admin"
+"""Kind of the events that tell what operators did by the gateway's admin API."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,26 @@ class EventRecord:
     kind: str
     message: str
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def audit_record(namespace: str, identifier: str, event: AuditEvent) -> EventRecord:
+    """Return what an operator did by the admin API as an event of the ledger.
+
+    Args:
+        namespace: The gateway's namespace.
+        identifier: Of the event in the gateway's audit, by which it is recorded once.
+        event: What was done.
+    """
+    said = ", ".join(f"{name} {_said(value)}" for name, value in event.detail.items())
+    message = f"{event.action} by {event.actor}" + (f": {said}" if said else "")
+    details = {"audit": identifier, "actor": event.actor, "action": event.action, "detail": event.detail}
+    return EventRecord(event.at, namespace, ADMIN, message, details)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item!r}" for name, item in value.items()) or "everything"
+    return str(value)
 
 
 def signals_to_dict(signals: ArmSignals) -> dict[str, Any]:

@@ -174,19 +174,22 @@ class RedisAudit:
         Raises:
             AuditUnavailable: If Redis did not answer in time or refused.
         """
-        try:
-            async with asyncio.timeout(self._deadline):
-                rows: Any = await self._redis.xrange(self.stream, min=f"({after}" if after else "-", count=limit)
-        except (RedisError, OSError, TimeoutError) as error:
-            raise AuditUnavailable(
-                f"audit: Redis at {self._url} did not answer within {self._deadline:g} s or refused ({error!r})"
-            ) from error
-        events = []
-        for identifier, fields in rows:
+        events: list[tuple[str, AuditEvent]] = []
+        rows: Any = True
+        while rows and not events:  # a page of nothing but unreadable events is not the end
             try:
-                events.append((identifier.decode(), AuditEvent.from_json(fields[b"event"])))
-            except (KeyError, ValueError) as error:
-                _log.error("audit: ignored an event that cannot be read: %r (%s)", identifier, error)
+                async with asyncio.timeout(self._deadline):
+                    rows = await self._redis.xrange(self.stream, min=f"({after}" if after else "-", count=limit)
+            except (RedisError, OSError, TimeoutError) as error:
+                raise AuditUnavailable(
+                    f"audit: Redis at {self._url} did not answer within {self._deadline:g} s or refused ({error!r})"
+                ) from error
+            for identifier, fields in rows:
+                after = identifier.decode()
+                try:
+                    events.append((after, AuditEvent.from_json(fields[b"event"])))
+                except (KeyError, ValueError) as error:
+                    _log.error("audit: ignored an event that cannot be read: %s (%s)", after, error)
         return events
 
     async def close(self) -> None:
@@ -215,20 +218,3 @@ class RedisAudit:
             except (RedisError, OSError, TimeoutError):
                 return False
         return True
-
-
-def open_audit(redis_url: str | None, namespace: str, *, folder: Path | None, replica: str) -> Audit:
-    """Return the audit that a gateway's settings lead to.
-
-    Args:
-        redis_url: Redis, if there is one: then the stream there.
-        namespace: The gateway's namespace.
-        folder: Without Redis: the folder of ``audit-<replica>.jsonl``; None: the log alone.
-        replica: Name of this replica.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    if redis_url is not None:
-        return RedisAudit(redis_url, namespace)
-    return FileAudit(folder / f"audit-{replica}.jsonl") if folder is not None else LogAudit()

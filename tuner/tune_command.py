@@ -12,7 +12,9 @@ from envs.prometheus_source import PrometheusSource
 from envs.scrape_source import ScrapeSource
 from envs.sources import SignalSource, window_for
 from experiments.ledger import Ledger
+from serving.audit import RedisAudit
 from serving.redis_config_store import RedisConfigStore
+from tuner.audit_drain import AuditDrain
 from tuner.config import Settings
 from tuner.demo_view import knobs_text, shown
 from tuner.errors import CommandError
@@ -47,7 +49,25 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
         source = signal_source(settings)
         stack.callback(source.close)
         ledger = stack.enter_context(Ledger(settings.experiments.ledger.url, timeout=settings.experiments.ledger.timeout))
-        store = RedisConfigStore(url, gateway.namespace)
+        store, audit = RedisConfigStore(url, gateway.namespace), RedisAudit(url, gateway.namespace)
+        changes = AuditDrain(audit, ledger, gateway.namespace)
+
+        async def record_changes() -> None:
+            count, fault = await changes.drain()
+            if count:
+                show(
+                    {
+                        "text": f"{count} {'entry' if count == 1 else 'entries'} of the admin API's audit recorded",
+                        "audited": count,
+                    }
+                )
+            if fault:
+                show({"text": fault, "warning": fault})
+
+        async def after_turn(turn: Interval) -> None:
+            show(line_of(turn))
+            await record_changes()
+
         running = Tuner(
             store=store,
             source=source,
@@ -70,9 +90,11 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
             state = await running.start(gateway.initial_knobs)
             arms = "; ".join(f"{arm} {knobs_text(knobs)}" for arm, knobs in state.arms.items())
             show({"text": f"tuning {tuner.arm} by {policy.name} every {tuner.interval:g} s from version {state.version}: {arms}"})
-            await running.run(max_intervals=intervals, on_interval=lambda turn: show(line_of(turn)))
+            await record_changes()
+            await running.run(max_intervals=intervals, on_interval=after_turn)
         finally:
             await store.close()
+            await audit.close()
 
 
 def signal_source(settings: Settings) -> SignalSource:

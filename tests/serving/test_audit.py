@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from serving import audit as module
-from serving.audit import AuditEvent, AuditUnavailable, FileAudit, LogAudit, RedisAudit, open_audit
+from serving.audit import AuditEvent, AuditUnavailable, FileAudit, LogAudit, RedisAudit
 from serving.redis_server import RedisServer
 
 JSON_VALUES = st.recursive(
@@ -77,8 +77,10 @@ async def test_an_event_that_cannot_be_read_does_not_hide_the_others(
         redis.xadd(audit.stream, {"event": "{"})
         redis.xadd(audit.stream, {"other": "1"})
     await audit.record(event(1))
-    assert [item for _, item in await audit.read()] == [event(0), event(1)]
-    assert caplog.text.count("ignored an event that cannot be read") == 2
+    read = await audit.read()
+    assert [item for _, item in read] == [event(0), event(1)]
+    assert await audit.read(read[0][0], limit=1) == read[1:]
+    assert caplog.text.count("ignored an event that cannot be read") == 4
     await audit.close()
 
 
@@ -115,30 +117,19 @@ async def test_what_is_never_sent_is_said_at_the_end(namespace: str, caplog: pyt
 
 async def test_without_redis_events_are_appended_to_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(2):  # a second start goes on where the first ended
-        audit = open_audit(None, "n", folder=tmp_path / "logs", replica="r0")
-        assert isinstance(audit, FileAudit)
+        audit = FileAudit(tmp_path / "logs" / "audit.jsonl")
         await audit.record(event(number))
         await audit.close()
-    lines = (tmp_path / "logs" / "audit-r0.jsonl").read_bytes().splitlines()
+    lines = (tmp_path / "logs" / "audit.jsonl").read_bytes().splitlines()
     assert [AuditEvent.from_json(line) for line in lines] == [event(0), event(1)]
     await audit.record(event(2))
     assert "cannot be written" in caplog.text
     assert '"removed":2' in caplog.text
 
 
-async def test_without_redis_and_folder_events_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    audit = open_audit(None, "n", folder=None, replica="r0")
-    assert isinstance(audit, LogAudit)
+async def test_without_either_events_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    audit = LogAudit()
     with caplog.at_level(logging.WARNING):
         await audit.record(event(7))
     await audit.close()
     assert json.loads(caplog.messages[0].removeprefix("audit: "))["detail"]["removed"] == 7
-
-
-async def test_with_redis_events_go_there(redis_url: str, namespace: str, tmp_path: Path) -> None:
-    audit = open_audit(redis_url, namespace, folder=tmp_path, replica="r0")
-    await audit.record(event(0))
-    assert isinstance(audit, RedisAudit)
-    assert [item for _, item in await audit.read()] == [event(0)]
-    await audit.close()
-    assert list(tmp_path.iterdir()) == []
