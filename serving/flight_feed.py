@@ -1,11 +1,12 @@
 """Answers under way, shared between replicas by Redis: one of them calls the model, the others read what it publishes.
 
-Per key there is a lease (``SET NX PX``, renewed): its holder leads. What it gets from the model goes into a Redis stream of its
-own, gathered so that a stream of tokens costs a round trip per ``interval`` or ``batch`` and not one per token. A replica that
-finds the lease taken follows: it reads the stream from its beginning (``XREAD BLOCK``, on a connection that nothing else waits
-for).
+Per key there is a lease (``SET NX PX``, renewed): its holder leads. A replica that finds the lease taken follows: it tells the
+leader so, and reads the leader's Redis stream from its beginning (``XREAD BLOCK``, on a connection that nothing else waits for).
+As soon as it has followers, the leader writes there what it gets from the model, gathered so that a stream of tokens costs a
+round trip per ``interval`` or ``batch`` and not one per token. Without followers it writes the answer once, when it has ended.
 
-* The leader learns by the renewal whether anybody follows; then its own clients' leaving does not cancel the call.
+* The leader is told of followers by publication, and by each renewal at the latest; while it has some, its own clients' leaving
+  does not cancel the call.
 * A leader that dies lets the lease lapse. Followers notice and claim anew: one of them leads, from where they are.
 * A flight that ended well is still joined by a request that began before it ended, by Redis' clock and the request's own
   stopwatch: no clocks are compared.
@@ -30,7 +31,7 @@ import orjson
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import MaxConnectionsError, RedisError
 
 from serving.breaker import CircuitBreaker
 from serving.crypto import Sealer
@@ -44,7 +45,7 @@ T = TypeVar("T")
 READ_ENTRIES = 256
 """Most entries of one read: at most 4 MiB."""
 
-# KEYS: lease, ended, waiting. ARGV: token, lease and waited in milliseconds -> whether it is ours, whose it is.
+# KEYS: lease, ended, waiting. ARGV: token, lease and waited in milliseconds, channel -> whether it is ours, whose it is.
 _CLAIM = """
 local holder = redis.call('GET', KEYS[1])
 if not holder then
@@ -58,6 +59,7 @@ if not holder then
   return {1, ARGV[1]}
 end
 redis.call('SET', KEYS[3], 1, 'PX', ARGV[2])
+redis.call('PUBLISH', ARGV[4], holder)
 return {0, holder}
 """
 
@@ -113,6 +115,7 @@ class FlightFeed:
 
     Attributes:
         round_trips: Calls made to Redis.
+        followed: For each flight that this replica leads, by its token, what is set once it has followers.
 
     Raises:
         ValueError: If the URL or the namespace is not well-formed.
@@ -139,6 +142,10 @@ class FlightFeed:
         self.lease, self.interval, self.batch, self.max_bytes, self.linger = lease, interval, batch, max_bytes, linger
         self.sealer = sealer
         self.round_trips = 0
+        self.followed: dict[str, asyncio.Event] = {}
+        self._channel = f"cachepilot:{{{namespace}}}:followed"
+        self._subscribed = asyncio.Event()
+        self._listener: asyncio.Task[None] | None = None
         self._giving_back: set[asyncio.Task[None]] = set()
         self._deadline = deadline
         self._breaker = CircuitBreaker(failures, cooldown)
@@ -151,6 +158,13 @@ class FlightFeed:
         register = self._redis.register_script
         self._claim, self.renew = register(_CLAIM), register(_RENEW)
         self.release, self.watch = register(_RELEASE), register(_WATCH)
+
+    async def open(self) -> None:
+        """Begin to hear of followers; does not wait long for a Redis that is away. Without it, the first claim begins."""
+        self._listen_from_now_on()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._deadline):
+                await self._subscribed.wait()
 
     async def claim(self, arm: str, key: bytes, *, waited: float = 0.0) -> Claim | None:
         """Lead the flight of a key, or follow the one who does.
@@ -165,7 +179,8 @@ class FlightFeed:
         """
         base = f"cachepilot:{{{self.namespace}:{check_name('flight feed: arm', arm)}}}:flight:{key.hex()}"
         token = os.urandom(8).hex()
-        args: list[str | int] = [token, int(self.lease * 1000), int(waited * 1000)]
+        args: list[str | int] = [token, int(self.lease * 1000), int(waited * 1000), self._channel]
+        self._listen_from_now_on()
         try:
             ours, holder = await self.call(lambda: self._claim(keys=[base, f"{base}:ended", f"{base}:waiting"], args=args))
         except FeedUnavailable as error:
@@ -181,12 +196,35 @@ class FlightFeed:
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
         await asyncio.gather(*self._giving_back, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
             await self._redis.connection_pool.disconnect()
             await self._reading.aclose()
             await self._reading.connection_pool.disconnect()
+
+    def _listen_from_now_on(self) -> None:
+        if self._listener is None:
+            self._listener = asyncio.create_task(self._listen(), name="flight-followers")
+
+    async def _listen(self) -> None:
+        backoff = 0.05
+        while True:
+            try:
+                async with self._reading.pubsub() as channel:
+                    await channel.subscribe(self._channel)
+                    async for message in channel.listen():
+                        backoff = 0.05
+                        self._subscribed.set()
+                        if message["type"] == "message" and (event := self.followed.get(message["data"].decode())) is not None:
+                            event.set()
+            except (RedisError, OSError) as error:
+                _log.info("followers are heard of late, next try in %.2g s: %s", backoff, error)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, 2.0)
 
     async def _give_back(self, base: str, token: str) -> None:
         with contextlib.suppress(FeedUnavailable):
@@ -206,6 +244,9 @@ class FlightFeed:
         try:
             async with asyncio.timeout(self._deadline + more):
                 result = await call()
+        except MaxConnectionsError as error:
+            self._breaker.abandoned()
+            raise FeedUnavailable("flight feed: as many flights are followed as there are connections for it") from error
         except (RedisError, OSError, TimeoutError) as error:
             self._breaker.failed(time.monotonic())
             raise FeedUnavailable(f"flight feed: no answer from {self.url} within {self._deadline:g} s: {error!r}") from error
@@ -255,8 +296,9 @@ class Claim:
     @contextlib.asynccontextmanager
     async def publishing(self, flight: Flight) -> AsyncIterator[None]:
         """Publish the flight while the context is open; on leaving it, publish its end and give back the lease."""
-        publisher = asyncio.create_task(self._publish(flight), name="flight-publisher")
-        renewal = asyncio.create_task(self._renew(flight, publisher), name="flight-lease")
+        followed = self._feed.followed[self._token] = asyncio.Event()
+        publisher = asyncio.create_task(self._publish(flight, followed), name="flight-publisher")
+        renewal = asyncio.create_task(self._renew(flight, publisher, followed), name="flight-lease")
         try:
             yield
             if flight.done:
@@ -265,6 +307,7 @@ class Claim:
             for task in (publisher, renewal):
                 task.cancel()
             await asyncio.gather(publisher, renewal, return_exceptions=True)
+            del self._feed.followed[self._token]
             flight.hold(False)
             await self._release(flight)
 
@@ -277,9 +320,10 @@ class Claim:
         except FeedUnavailable as error:
             _log.debug("a lease was not given back and lapses: %s", error)
 
-    async def _publish(self, flight: Flight) -> None:
+    async def _publish(self, flight: Flight, followed: asyncio.Event) -> None:
         feed, sent, begun = self._feed, 0, False
         try:
+            await self._until_followed(flight, followed)
             while True:
                 entries: list[dict[bytes, bytes]] = []
                 if flight.head is not None and not begun:
@@ -304,13 +348,24 @@ class Claim:
             # The renewal stops with it: followers see the lease lapse, and help themselves.
             _log.info("a flight is shared no further: %s", error)
 
+    async def _until_followed(self, flight: Flight, followed: asyncio.Event) -> None:
+        following = asyncio.create_task(followed.wait())
+        ended = asyncio.create_task(flight.over.wait())
+        try:
+            await asyncio.wait([following, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+            ended.cancel()
+        if not flight.done:
+            flight.hold(True)
+
     async def _gather(self, flight: Flight, sent: int) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._feed.interval):
                 while not flight.done and flight.position - sent < self._feed.batch:
                     await flight.news()
 
-    async def _renew(self, flight: Flight, publisher: asyncio.Task[None]) -> None:
+    async def _renew(self, flight: Flight, publisher: asyncio.Task[None], followed: asyncio.Event) -> None:
         feed = self._feed
         keys = [self._base, f"{self._base}:waiting", self._stream]
         args: list[str | int] = [self._token, int(feed.lease * 1000), feed.life]
@@ -323,6 +378,8 @@ class Claim:
             if following < 0:
                 publisher.cancel()
                 break
+            if following:
+                followed.set()
             flight.hold(bool(following))
         flight.hold(False)
 

@@ -115,6 +115,7 @@ class Flight:
         origin: ``upstream`` where this replica called the model, ``replica`` where another did.
         began: When it started, by the registry's clock.
         ended: When it ended.
+        over: Set when it has ended.
         settled: Set when it has ended and what is kept of it is kept: then ``entry`` is final.
     """
 
@@ -137,6 +138,7 @@ class Flight:
         self.origin: Literal["upstream", "replica"] = "upstream"
         self.began = clock()
         self.ended = float("inf")
+        self.over = asyncio.Event()
         self.settled = asyncio.Event()
         self.unlisted: Callable[[Flight], None] = lambda _: None
         self.abandoned: Callable[[Flight], None] = lambda _: None
@@ -293,6 +295,7 @@ class Flight:
         if self.done:
             return
         self.state, self.error, self.ended = state, error, self._clock()
+        self.over.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

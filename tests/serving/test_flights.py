@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -25,8 +26,11 @@ class Model:
         self._said: asyncio.Queue[Callable[[Flight], Awaitable[None]]] = asyncio.Queue()
 
     def say(self, *chunks: bytes) -> None:
+        async def append(chunk: bytes, flight: Flight) -> None:
+            await flight.append(chunk)
+
         for chunk in chunks:
-            self._said.put_nowait(lambda flight, chunk=chunk: flight.append(chunk))  # type: ignore[misc]
+            self._said.put_nowait(functools.partial(append, chunk))
 
     def end(self, ok: bool = True) -> None:
         async def finish(flight: Flight) -> None:
@@ -91,9 +95,10 @@ async def test_bytes_are_read_as_they_come_and_a_late_reader_gets_everything() -
     with join(flights, model) as first:
         assert (await first.head()).form == "sse"
         pieces = first.read()
-        for said in (b"one ", b"two "):
-            model.say(said)
-            assert await anext(pieces) == said
+        model.say(b"one ")
+        assert await anext(pieces) == b"one "
+        model.say(b"two ")
+        assert await anext(pieces) == b"two "
         late, offset = join(flights, model), join(flights, model)
         model.say(b"three")
         model.end()
@@ -137,7 +142,7 @@ async def test_a_reader_that_is_cancelled_while_it_waits_takes_nothing_from_the_
     tasks[1].cancel()
     model.say(b"a")
     model.end()
-    assert await asyncio.gather(tasks[0], tasks[2]) == [b"a", b"a"]
+    assert (await tasks[0], await tasks[2]) == (b"a", b"a")
 
 
 async def test_when_the_last_reader_has_gone_the_call_is_cancelled_and_what_there_is_is_kept_as_a_part() -> None:
