@@ -13,9 +13,10 @@ from rich.table import Table
 from experiments.bench.result import BenchResult
 from tuner.errors import CommandError
 
-NAMES = ("http", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live")
+NAMES = ("http", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors")
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
 LIVE_TRACE = "elastic_apache.csv.gz"
+QUESTIONS = "banking77.csv.gz"
 
 
 def run_benchmarks(which: str, *, traces: Path | None, seconds: float, say: Callable[[str], None]) -> list[BenchResult]:
@@ -60,6 +61,10 @@ def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) ->
         from experiments.bench import ppo_update
 
         return [ppo_update.run()]
+    if name == "semantic-errors":
+        from experiments.bench import semantic_errors
+
+        return [semantic_errors.run(traces / QUESTIONS, say=say)]
     from experiments.bench import fidelity
 
     if name == "fidelity":
