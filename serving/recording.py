@@ -11,6 +11,7 @@ have an ``index`` item by item; other values are replaced. Choices, tool calls a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ TOLD_ONCE = ("id", "type", "role", "object", "format")
 
 _CHUNK = "chat.completion.chunk"
 _WHOLE = "chat.completion"
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 
 def chunk_of(event: Event) -> dict[str, Any] | None:
@@ -267,7 +269,7 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
 
 def _only_usage(event: Event) -> bool:
     """Whether the event tells the tokens and nothing else."""
-    if b'"usage"' not in event.data:
+    if _USAGE.search(event.data) is None:
         return False
     chunk = chunk_of(event)
     return chunk is not None and not chunk.get("choices") and isinstance(chunk.get("usage"), dict)
@@ -297,8 +299,19 @@ class UsageFilter:
 
 def without_usage(sse: bytes) -> bytes:
     """Return a stream without the chunk that only tells the tokens, otherwise to the byte."""
-    if b'"usage"' not in sse:
-        return sse
+    if b"\r" not in sse:
+        # Nearly always: one event at the end, found without reading the others.
+        kept, start = [], 0
+        for told in _USAGE.finditer(sse):
+            first, last = sse.rfind(b"\n\n", start, told.start()) + 2, sse.find(b"\n\n", told.end()) + 2
+            found = events(sse[first:last]) if first >= 2 and last >= 2 else []
+            if len(found) != 1 or found[0].end != last - first:
+                break
+            if _only_usage(found[0]):
+                kept.append(sse[start:first])
+                start = last
+        else:
+            return b"".join(kept) + sse[start:] if kept else sse
     wanted = UsageFilter()
     return wanted.feed(sse) + wanted.close()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.recording import UsageFilter, finished, text_of, to_json, to_sse, usage_in, with_usage, without_usage
-from serving.sse import count
+from serving.sse import count, events
 from serving.tiers.base import Entry
 from tests.serving.streams import ID, USAGE, chunk, delta, event, pieces_of, spoken
 
@@ -216,13 +216,18 @@ calls = st.lists(
 )
 messages = st.fixed_dictionaries(
     {"role": st.just("assistant"), "content": st.none() | texts},
-    optional={"reasoning_content": texts, "refusal": st.none() | texts, "tool_calls": calls, "unknown": st.integers() | texts},
+    optional={
+        "reasoning_content": texts,
+        "refusal": st.none() | texts,
+        "tool_calls": calls,
+        "unknown": st.integers(-(2**63), 2**63) | texts,
+    },
 )
 logprobs = st.none() | st.builds(lambda values: {"content": [{"token": "t", "logprob": value} for value in values]}, st.lists(
     st.floats(-9, 0), max_size=3))  # fmt: skip
 parts = st.fixed_dictionaries(
     {"message": messages, "finish_reason": st.sampled_from(["stop", "length", "tool_calls"])},
-    optional={"logprobs": logprobs, "stop_reason": st.none() | st.integers()},
+    optional={"logprobs": logprobs, "stop_reason": st.none() | st.integers(0, 200_000)},
 )
 completions = st.builds(
     lambda choices, usage: {**HEAD, "choices": [{"index": i, **choice} for i, choice in enumerate(choices)], **usage},
@@ -275,6 +280,30 @@ def test_a_client_that_did_not_ask_sees_the_stream_without_its_usage_to_the_byte
 def test_a_chunk_that_tells_more_than_the_usage_stays() -> None:
     stream = chunk(delta(content='"usage"', finish="stop"), usage=USAGE) + DONE
     assert without_usage(stream) == stream
+
+
+blocks_with_usage = [
+    chunk(delta(content="a"), usage=None),
+    chunk(usage=USAGE),
+    chunk(delta(content='"usage":{'), usage=USAGE),
+    event({"usage": {"usage": {}}}),
+    b'data: {"usage":{\n',
+    b"data: }}\n\n",
+    b": ping\n\n",
+    b"\n",
+    b"\r\n",
+    DONE,
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(blocks_with_usage)))
+def test_at_once_and_in_pieces_the_same_usage_is_taken_out(blocks: list[bytes]) -> None:
+    stream = b"".join(blocks)
+    wanted = UsageFilter()
+    in_pieces = b"".join(map(wanted.feed, pieces_of(stream, 50))) + wanted.close()
+    at_once = without_usage(stream)
+    assert [one.data for one in events(at_once)] == [one.data for one in events(in_pieces)]
 
 
 def test_what_is_cut_within_an_event_is_passed_on_as_it_is() -> None:
