@@ -3,6 +3,10 @@
 An answer is a function of (model, revision, messages); its length comes from the header ``x-llm-sim-output-tokens``, else from
 the prompt's hash. Latency follows :class:`serving.latency.UpstreamModel`. The JSON around the text has a constant length, so that
 the size of a cached answer is known from its number of tokens (:func:`answer_size`).
+
+It fails on purpose where it is told to: ``failure_rate``, ``hang_rate`` and ``cut_rate`` of the settings are shares of the
+completions, chosen by ``fault_seed`` and the number of the request since the start, so that a run can be made again and a second
+try may succeed. A client that goes away takes its request with it, out of the queue or off its slot.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -68,6 +72,11 @@ class Answer:
     prompt_tokens: int
     output_tokens: int
     finish_reason: str
+
+    def usage(self) -> dict[str, int]:
+        """Return what is billed, as a stream's last chunk says it."""
+        prompt, output = self.prompt_tokens, self.output_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
     def to_json(self, model: str, revision: str) -> bytes:
         """Return the body of a chat completion; its length depends on ``model`` and ``output_tokens`` only (for ``stop``)."""
@@ -128,6 +137,21 @@ def answer(body: Mapping[str, Any], settings: LlmSimSettings, *, output_tokens: 
     if isinstance(limit, int) and 0 < limit < output_tokens:
         output_tokens, finish = limit, "length"
     return Answer(seed.hex(), text_of(seed, output_tokens), prompt_tokens_of(messages), output_tokens, finish)
+
+
+Fault = Literal["", "error", "unavailable", "hang", "cut"]
+"""How a completion goes wrong: 500, 503, never an answer, half an answer; ``""``: not at all."""
+
+
+def fault(number: int, settings: LlmSimSettings) -> Fault:
+    """Return how the completion of that number, counted since the start, goes wrong."""
+    digest = hashlib.sha256(b"%d %d" % (settings.fault_seed, number)).digest()
+    draw = int.from_bytes(digest[:6], "big") / 2**48
+    if draw < settings.failure_rate:
+        return "error" if digest[6] & 1 else "unavailable"
+    if draw < settings.failure_rate + settings.hang_rate:
+        return "hang"
+    return "cut" if draw < settings.failure_rate + settings.hang_rate + settings.cut_rate else ""
 
 
 class Engine:
@@ -211,6 +235,23 @@ class _BadRequest(ValueError):
         return Response(orjson.dumps({"error": error}), self.status, media_type="application/json")
 
 
+def _failure(status: int) -> Response:
+    error = {"message": "a failure that the settings ask for (failure_rate)", "type": "server_error", "param": None, "code": None}
+    return Response(orjson.dumps({"error": error}), status, media_type="application/json")
+
+
+async def _whole_request(receive: Any) -> dict[str, Any] | None:
+    """Read a request to its end and return it as one message; None: the client went away before."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return {"type": "http.request", "body": body, "more_body": False}
+
+
 class LlmSim:
     """The ASGI application.
 
@@ -222,6 +263,7 @@ class LlmSim:
         self.settings = settings
         self.registry = CollectorRegistry()
         self.engine = Engine(settings, self.registry)
+        self._completions = 0
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -232,20 +274,51 @@ class LlmSim:
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one ASGI connection."""
-        await self.app(scope, receive, send)
+        """Serve one ASGI connection; one whose client goes away is given up."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = await _whole_request(receive)
+        if request is None:
+            return
+        gone = asyncio.create_task(receive())
+        first = iter([request])
+
+        async def replayed() -> Any:
+            for message in first:
+                return message
+            return await asyncio.shield(gone)
+
+        answering = asyncio.create_task(self.app(scope, replayed, send))
+        try:
+            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                await answering
+        finally:
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.gather(answering, gone, return_exceptions=True)
 
     async def _chat(self, request: Request) -> Response:
         try:
             body, tokens = await self._parse(request)
         except _BadRequest as error:
             return error.response()
+        wrong = fault(self._completions, self.settings)
+        self._completions += 1
+        if wrong in ("error", "unavailable"):
+            return _failure(500 if wrong == "error" else 503)
+        if wrong == "hang":
+            await asyncio.Event().wait()  # until the client goes away
         what = answer(body, self.settings, output_tokens=tokens)
         if body.get("stream"):
-            return StreamingResponse(self._stream(what), media_type="text/event-stream")
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            return StreamingResponse(self._stream(what, cut=wrong == "cut", usage=usage), media_type="text/event-stream")
         async with self.engine.slot(what) as token_time:
             await asyncio.sleep(what.output_tokens * token_time)
-        return Response(what.to_json(self.settings.model, self.settings.revision), media_type="application/json")
+        whole = what.to_json(self.settings.model, self.settings.revision)
+        return Response(whole[: len(whole) // 2] if wrong == "cut" else whole, media_type="application/json")
 
     async def _parse(self, request: Request) -> tuple[dict[str, Any], int | None]:
         try:
@@ -268,7 +341,7 @@ class LlmSim:
             raise _BadRequest(f"header {OUTPUT_TOKENS_HEADER}: expected 1..{MAX_OUTPUT_TOKENS} tokens, got {given!r}")
         return body, int(given)
 
-    async def _stream(self, what: Answer) -> AsyncIterator[bytes]:
+    async def _stream(self, what: Answer, *, cut: bool, usage: bool) -> AsyncIterator[bytes]:
         head = {
             "id": f"chatcmpl-{what.digest[:24]}",
             "object": "chat.completion.chunk",
@@ -283,10 +356,14 @@ class LlmSim:
 
         async with self.engine.slot(what) as token_time:
             yield event({"role": "assistant", "content": ""})
-            for start in range(0, len(what.text), CHARS_PER_TOKEN):
+            for start in range(0, len(what.text) // 2 if cut else len(what.text), CHARS_PER_TOKEN):
                 await asyncio.sleep(token_time)
                 yield event({"content": what.text[start : start + CHARS_PER_TOKEN]})
+            if cut:
+                return
             yield event({}, what.finish_reason)
+            if usage:
+                yield b"data: " + orjson.dumps({**head, "choices": [], "usage": what.usage()}) + b"\n\n"
             yield b"data: [DONE]\n\n"
 
     async def _models(self, request: Request) -> Response:
@@ -325,7 +402,10 @@ def run(settings: LlmSimSettings, *, on_start: Callable[[str], None] | None = No
         listener.listen(2048)
         if on_start is not None:
             on_start(f"http://{settings.host}:{listener.getsockname()[1]}/v1")
-        config = uvicorn.Config(LlmSim(settings), log_level=settings.log_level, access_log=False, lifespan="off")
+        # Requests that hang on purpose must not keep it from ending.
+        config = uvicorn.Config(
+            LlmSim(settings), log_level=settings.log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=3
+        )
         uvicorn.Server(config).run(sockets=[listener])
 
 

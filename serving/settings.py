@@ -523,6 +523,10 @@ class LlmSimSettings(Settings):
         min_output_tokens: Least length of an answer whose length is not given.
         max_output_tokens: Greatest length of such an answer.
         kv_cache_tokens: Tokens that fit into the KV cache, for the usage gauge.
+        failure_rate: Share of completions that are answered with 500 or 503 (half of them each), to test what is in front of it.
+        hang_rate: Share of completions that are never answered.
+        cut_rate: Share of completions of which the second half is missing, ``finish_reason`` and ``[DONE]`` included.
+        fault_seed: Of the choice which completions fail, hang or are cut: a function of it and of their number since the start.
         log_level: Of the HTTP server.
     """
 
@@ -537,6 +541,10 @@ class LlmSimSettings(Settings):
     min_output_tokens: Annotated[int, Field(ge=1)] = 16
     max_output_tokens: Annotated[int, Field(ge=1)] = 256
     kv_cache_tokens: Annotated[int, Field(ge=1)] = 65_536
+    failure_rate: Share = 0.0
+    hang_rate: Share = 0.0
+    cut_rate: Share = 0.0
+    fault_seed: int = 0
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
 
     @model_validator(mode="after")
@@ -545,6 +553,8 @@ class LlmSimSettings(Settings):
             raise ValueError(
                 f"expected min_output_tokens <= max_output_tokens, got {self.min_output_tokens} and {self.max_output_tokens}"
             )
+        if (faulty := self.failure_rate + self.hang_rate + self.cut_rate) > 1.0:
+            raise ValueError(f"expected failure_rate + hang_rate + cut_rate <= 1, got {faulty:g}")
         return self
 
     def upstream_model(self) -> UpstreamModel:
