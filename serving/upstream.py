@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
 
 import aiohttp
 import orjson
@@ -24,9 +23,6 @@ from serving.settings import UpstreamSettings
 from serving.turns import Overloaded, Turns
 
 JSON = "application/json"
-COMPLETE = ("stop", "tool_calls", "function_call")
-"""Reasons with which a model ends an answer by itself; ``length``, ``content_filter``, ``error`` and others cut it."""
-
 MOST_TOKENS = 2**32 - 1
 """No call bills more; a larger count is not one."""
 
@@ -73,63 +69,6 @@ class Interrupted(RuntimeError):
     def __init__(self, answer: UpstreamAnswer, message: str) -> None:
         super().__init__(message)
         self.answer = answer
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What a cacheable answer says of itself.
-
-    Attributes:
-        input_tokens: Prompt tokens billed.
-        output_tokens: Completion tokens billed.
-    """
-
-    input_tokens: int
-    output_tokens: int
-
-
-def completion_of(answer: UpstreamAnswer) -> Completion | None:
-    """Return the usage of an answer that may be cached, or None.
-
-    Only a complete answer may: 200, a JSON object without an error, at least one choice, and every choice with a message that
-    ended by itself (``finish_reason`` one of :data:`COMPLETE`).
-    """
-    parsed = _json_object(answer)
-    if parsed is None or answer.status != 200 or parsed.get("error"):
-        return None
-    choices = parsed.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return None
-    for choice in choices:
-        if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
-            return None
-        if choice.get("finish_reason") not in COMPLETE:
-            return None
-    return _usage(parsed)
-
-
-def usage_of(answer: UpstreamAnswer) -> Completion:
-    """Return the tokens billed for any answer, complete or not; zeros where it does not say."""
-    parsed = _json_object(answer)
-    return Completion(0, 0) if parsed is None else _usage(parsed)
-
-
-def _json_object(answer: UpstreamAnswer) -> dict[str, Any] | None:
-    if not answer.ok or answer.content_type.partition(";")[0].strip().lower() != JSON:
-        return None
-    try:
-        parsed = orjson.loads(answer.body)
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
-
-
-def _usage(parsed: Mapping[str, Any]) -> Completion:
-    usage = parsed.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    given = [value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else 0 for value in tokens]
-    return Completion(given[0], given[1])
 
 
 class Upstream:
@@ -214,18 +153,8 @@ class Upstream:
         except Interrupted as error:
             return error.answer
 
-    @overload
     def stream(
         self, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]: ...
-
-    @overload
-    def stream(
-        self, path: bytes, body: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]: ...
-
-    def stream(
-        self, path: str | bytes, body: bytes | Mapping[str, str], headers: Mapping[str, str] | None = None
     ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]:
         """Make one call whose answer is passed on as it comes.
 
@@ -242,19 +171,7 @@ class Upstream:
             iterator raises :class:`Interrupted` if the upstream breaks off; entering the context raises :class:`Overloaded` if
             there is no turn.
         """
-        if isinstance(path, bytes):
-            assert isinstance(body, Mapping)
-            return self._answer("POST", "/chat/completions", path, body)
-        assert isinstance(body, bytes)
-        assert headers is not None
         return self._answer("POST", path, body, headers)
-
-    async def chat(self, body: bytes, headers: Mapping[str, str]) -> UpstreamAnswer:
-        """Ask for a chat completion; like :meth:`call`, an overload being an answer, too."""
-        try:
-            return await self.call("/chat/completions", body, headers)
-        except Overloaded as error:
-            return overloaded(error)
 
     async def models(self, headers: Mapping[str, str]) -> UpstreamAnswer:
         """Return the upstream's list of models."""
