@@ -13,7 +13,7 @@ from rich.table import Table
 from experiments.bench.result import BenchResult
 from tuner.errors import CommandError
 
-NAMES = ("http", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors")
+NAMES = ("http", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors", "semantic-lookup")
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
 LIVE_TRACE = "elastic_apache.csv.gz"
 QUESTIONS = "banking77.csv.gz"
@@ -65,6 +65,10 @@ def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) ->
         from experiments.bench import semantic_errors
 
         return [semantic_errors.run(traces / QUESTIONS, say=say)]
+    if name == "semantic-lookup":
+        from experiments.bench import semantic_lookup
+
+        return [semantic_lookup.run(traces / QUESTIONS, say=say)]
     from experiments.bench import fidelity
 
     if name == "fidelity":
