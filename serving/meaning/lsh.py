@@ -1,9 +1,9 @@
 """The semantic bucket: a signature of an embedding by random hyperplanes, whose first bits name a bucket.
 
-Each bit says on which side of a random hyperplane a vector lies; two vectors at an angle of θ differ in a bit with a probability of
-θ/π (Charikar, STOC 2002). Every replica has to put a question into the same bucket, so all arithmetic is on integers that float64
-holds exactly: the order in which a machine adds them up, the batch and the platform make no difference. The hyperplanes come
-from a hash of the seed, which no release of numpy changes.
+Each bit says on which side of a random hyperplane a vector lies; two vectors at an angle of θ differ in a bit with
+probability θ/π (Charikar, STOC 2002). Every replica has to put a question into the same bucket, so all arithmetic is on
+integers that float64 holds exactly: the order in which a machine adds them up, the batch and the platform make no difference.
+The hyperplanes come from a hash of the seed, which no release of numpy changes.
 """
 
 from __future__ import annotations
@@ -125,4 +125,5 @@ def _hyperplanes(seed: int, bits: int, dim: int) -> npt.NDArray[np.int64]:
     """Return normals of integers, shape (bits, dim), of all directions alike: sums of four even bytes are close to normal."""
     stream = hashlib.shake_256(f"cachepilot lsh {seed}".encode()).digest(bits * dim * _BYTES_PER_WEIGHT)
     drawn = np.frombuffer(stream, np.uint8).reshape(bits, dim, _BYTES_PER_WEIGHT).astype(np.int64)
-    return 2 * drawn.sum(axis=2) - _BYTES_PER_WEIGHT * 255
+    normals: npt.NDArray[np.int64] = 2 * drawn.sum(axis=2) - _BYTES_PER_WEIGHT * 255
+    return normals
