@@ -142,7 +142,7 @@ class Upstream:
             path: Below the base URL, with its slash: ``/chat/completions``.
             body: The request's body; None for none.
             headers: As :meth:`forwarded` returns them.
-            method: Calls by GET ask nothing of the model and so need no turn.
+            method: What is not a POST asks nothing of the model, and so needs no turn.
 
         Raises:
             Overloaded: If there was no turn for it; nothing was sent.
@@ -181,7 +181,7 @@ class Upstream:
     async def _answer(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> AsyncIterator[tuple[UpstreamAnswer, AsyncIterator[bytes]]]:
-        async with self._turns.turn() if method != "GET" else nullcontext():
+        async with self._turns.turn() if method == "POST" else nullcontext():
             deadline = time.monotonic() + self._settings.timeout
             begun = await self._begin(method, path, body, headers, deadline)
             if isinstance(begun, UpstreamAnswer):

@@ -274,10 +274,11 @@ async def test_more_calls_than_may_run_or_wait_are_refused_with_a_time_to_come_b
         assert (server.calls, client.refused) == (1, 2)
         # what asks nothing of the model needs no turn
         models = asyncio.create_task(client.models(HEADERS))
-        while server.calls < 2:
+        deleted = asyncio.create_task(client.call("/responses/r1", None, HEADERS, method="DELETE"))
+        while server.calls < 3:
             await asyncio.sleep(0.001)
         server.go.set()
-        assert {(await task).status for task in (first, second, models)} == {200}
+        assert {(await task).status for task in (first, second, models, deleted)} == {200}
 
 
 async def test_a_client_that_was_not_opened_says_so() -> None:
