@@ -175,7 +175,9 @@ class Model:
         number, body = await self._begin(request)
         if body.get("stream"):
             return Response(b"event: response.created\ndata: {}\n\n", media_type="text/event-stream")
-        return _json({"id": request.path_params.get("id", f"resp-{number}"), "object": "response", "query": str(request.query_params)})
+        return _json(
+            {"id": request.path_params.get("id", f"resp-{number}"), "object": "response", "query": str(request.query_params)}
+        )
 
     async def _models(self, request: Request) -> Response:
         self.headers.append(dict(request.headers))
