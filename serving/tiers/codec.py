@@ -24,7 +24,6 @@ A reader with a key takes what is not sealed for a forgery, one without cannot r
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import NamedTuple
 
 from serving.crypto import OVERHEAD, Sealer
@@ -95,16 +94,12 @@ def unpack(key: bytes, stored: bytes, seal: Seal | None = None) -> Entry | None:
     if len(stored) < meta_end:
         return None
     context, vector = stored[HEADER.size : context_end], stored[context_end:vector_end]
-    head = _head(key, stored, context, stored[vector_end:meta_end], seal)
-    if head is None:
-        return None
     body: bytes | None = stored[meta_end:]
     if seal is not None:
         body = seal.sealer.open(seal.scope + key, stored[meta_end:], _beside_body(stored, context, vector))
     if body is None:
         return None
-    entry = replace(head, vector=vector, body=body)
-    return replace(entry, overhead=overhead(entry, seal)) if seal is not None else entry
+    return _entry(key, stored, context, vector, stored[vector_end:meta_end], body, len(stored), seal)
 
 
 def unpack_head(key: bytes, head: bytes, size: int, seal: Seal | None = None) -> Entry | None:
@@ -122,8 +117,7 @@ def unpack_head(key: bytes, head: bytes, size: int, seal: Seal | None = None) ->
     end = split[0]
     if len(head) != end + split[2] - split[1]:
         return None
-    made = _head(key, head, head[HEADER.size : end], head[end:], seal)
-    return replace(made, overhead=size - made.size) if made is not None else None
+    return _entry(key, head, head[HEADER.size : end], b"", head[end:], b"", size, seal)
 
 
 def unpack_vector(stored: bytes) -> tuple[bytes, bytes] | None:
@@ -146,7 +140,10 @@ def _split(stored: bytes) -> tuple[int, int, int] | None:
     return context_end, vector_end, vector_end + int.from_bytes(stored[20:22], "little")
 
 
-def _head(key: bytes, header: bytes, context: bytes, meta: bytes, seal: Seal | None) -> Entry | None:
+def _entry(
+    key: bytes, header: bytes, context: bytes, vector: bytes, meta: bytes, body: bytes, size: int, seal: Seal | None
+) -> Entry | None:
+    """Return the entry of ``size`` bytes; None where its metadata does not open. ``header`` may be longer than the header."""
     _, _, _, input_tokens, output_tokens, written_at, _, flags, ttl, renewed = HEADER.unpack_from(header)
     if bool(flags & _SEALED) != (seal is not None):
         return None
@@ -156,8 +153,8 @@ def _head(key: bytes, header: bytes, context: bytes, meta: bytes, seal: Seal | N
             return None
         meta = opened
     return Entry(
-        key, b"", written_at, input_tokens, output_tokens, context, b"", meta, "sse" if flags & _STREAM else "json",
-        not flags & _INTERRUPTED, ttl, renewed,
+        key, body, written_at, input_tokens, output_tokens, context, vector, meta, "sse" if flags & _STREAM else "json",
+        not flags & _INTERRUPTED, ttl, renewed, size - KEY_BYTES - len(body) - len(context) - len(vector) - len(meta),
     )  # fmt: skip
 
 
