@@ -256,10 +256,6 @@ class Flight:
         self._rest()
         return reader
 
-    def watch(self) -> Reader:
-        """Return a reader that does not count: the flight is abandoned and slides on as if it were not there."""
-        return Reader(self, leader=False)
-
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     async def news(self) -> None:

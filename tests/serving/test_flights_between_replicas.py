@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -259,13 +261,14 @@ async def test_a_leaders_failure_reaches_the_readers_of_a_follower(replicas: lis
         raise ConnectionResetError("the upstream hung up")
 
     leader.going_on.clear()
-    with leader.flights.join_or_start("control", KEY, breaks) as own, follower.ask() as reader:
+    with leader.flights.join_or_start("control", KEY, breaks) as own:
         await own.head()
-        pieces = reader.read()
-        assert await anext(pieces) == b"data: a\n\n"
-        leader.going_on.set()
-        with pytest.raises(FlightFailed, match="the upstream hung up"):
-            await anext(pieces)
+        with follower.ask() as reader:
+            pieces = reader.read()
+            assert await anext(pieces) == b"data: a\n\n"
+            leader.going_on.set()
+            with pytest.raises(FlightFailed, match="the upstream hung up"):
+                await anext(pieces)
     assert follower.calls == 0
 
 
@@ -360,14 +363,107 @@ async def test_a_redis_that_dies_in_the_middle_takes_no_answer_with_it(namespace
         leader, follower = (Replica(server.url, namespace, lease=0.6, deadline=0.5) for _ in range(2))
         leader.chunks = [spoken(pieces[:1], done=False, finish=None, usage=False), chunk(delta(content="lo", finish="stop"))]
         follower.chunks = [spoken(pieces, name="chatcmpl-2")]
-        leader.stop_at = 1
-        with leader.ask() as own, follower.ask() as reader:
-            await until(lambda: not leader.going_on.is_set(), "the leader to get so far")
-            leader.stop_at = None
-            await until(lambda: reader.flight.position == len(leader.chunks[0]), "what the leader has")
-            server.__exit__(None, None, None)
-            leader.going_on.set()
-            assert await own.body() == b"".join(leader.chunks)
-            assert to_json(await reader.body()) == to_json(spoken(pieces))
+        async with stopped_in_the_middle(leader, 1) as own:
+            with follower.ask() as reader:
+                await until(lambda: reader.flight.position == len(leader.chunks[0]), "what the leader has")
+                server.__exit__(None, None, None)
+                leader.going_on.set()
+                assert await own.body() == b"".join(leader.chunks)
+                assert to_json(await reader.body()) == to_json(spoken(pieces))
     assert (leader.calls, follower.calls) == (1, 1)
     await close(leader, follower)
+
+
+async def test_a_redis_that_hangs_takes_no_answer_with_it(namespace: str) -> None:
+    pieces = ["Hel", "lo"]
+    with RedisServer() as server:
+        leader, follower = (Replica(server.url, namespace, lease=3.0, deadline=0.5) for _ in range(2))
+        await leader.feed.open()
+        leader.chunks = [spoken(pieces[:1], done=False, finish=None, usage=False), chunk(delta(content="lo", finish="stop"))]
+        follower.chunks = [spoken(pieces, name="chatcmpl-2")]
+        async with stopped_in_the_middle(leader, 1) as own:
+            with follower.ask() as reader:
+                await until(lambda: reader.flight.position == len(leader.chunks[0]), "what the leader has")
+                assert server.pid is not None
+                os.kill(server.pid, signal.SIGSTOP)
+                try:
+                    leader.going_on.set()
+                    assert await own.body() == b"".join(leader.chunks)
+                    assert to_json(await reader.body()) == to_json(spoken(pieces))
+                    # Left alone for a while, it is not even asked.
+                    for _ in range(3):
+                        assert await follower.answer(os.urandom(32)) == follower.chunks[0]
+                    await until(lambda: len(leader.flights) == 0, "the leader to land")
+                    await close(leader, follower)
+                finally:
+                    os.kill(server.pid, signal.SIGCONT)
+    assert (leader.calls, follower.calls) == (1, 4)
+
+
+async def test_more_flights_than_connections_are_not_followed_and_hurt_nobody(redis_url: str, namespace: str) -> None:
+    leader, follower = Replica(redis_url, namespace), Replica(redis_url, namespace, connections=2)  # one hears of followers
+    await follower.feed.open()
+    leader.stop_at = 100
+    keys = [os.urandom(32) for _ in range(4)]
+    with contextlib.ExitStack() as stack:
+        own = [stack.enter_context(leader.ask(key)) for key in keys]
+        await until(lambda: leader.calls == 4, "the leader's calls")
+        reading = [asyncio.create_task(follower.answer(key)) for key in keys]
+        await until(lambda: sum(task.done() for task in reading) == 3, "those that cannot be followed")
+        leader.stop_at = None
+        leader.going_on.set()
+        assert set(await asyncio.gather(*reading)) == {b"".join(SAID)}
+        assert {await reader.body() for reader in own} == {b"".join(SAID)}
+    assert follower.calls == 3
+    await close(leader, follower)
+
+
+_LEADER = """
+import asyncio, sys
+from serving.flight_feed import FlightFeed
+from serving.flights import Flights, Head
+
+async def produce(flight):
+    flight.begin(Head(200, "text/event-stream"))
+    await flight.append(sys.stdin.buffer.read())
+    print("said", flush=True)
+    await asyncio.Event().wait()
+
+async def main():
+    flights = Flights(feed=FlightFeed(sys.argv[1], sys.argv[2], lease=2.0, deadline=10.0))
+    with flights.join_or_start("control", b"k" * 32, produce) as reader:
+        await reader.body()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_replica_that_is_killed_in_the_middle_of_a_stream_leaves_it_to_a_follower(redis_url: str, namespace: str) -> None:
+    pieces = ["Hel", "lo, ", "wor", "ld"]
+    said = spoken(pieces[:2], done=False, finish=None, usage=False)
+    follower = Replica(redis_url, namespace, lease=2.0)
+    follower.chunks = [spoken(pieces, name="chatcmpl-2", created=1_800_000_000)]
+    leader = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _LEADER, redis_url, namespace, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert leader.stdin is not None
+        assert leader.stdout is not None
+        leader.stdin.write(said)
+        leader.stdin.close()
+        assert await leader.stdout.readline() == b"said\n"
+        with follower.ask() as reader:
+            await until(lambda: reader.flight.position == len(said), "what the leader has")
+            assert follower.calls == 0
+            leader.kill()
+            whole = await reader.body()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            leader.kill()
+        await leader.wait()
+    assert whole.startswith(said)
+    assert to_json(whole) == to_json(spoken(pieces))
+    assert finished(whole)
+    assert follower.calls == 1
+    await until(lambda: follower.settled == ["complete"], "the answer to be kept")
+    await close(follower)
