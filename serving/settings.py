@@ -317,7 +317,15 @@ class RulesSettings(Settings):
 
     def rules(self) -> CacheRules:
         """Return the rules as the decision core takes them."""
-        return CacheRules(self.l1_share, self.ttl_jitter, self.half_life, self.semantic.threshold)
+        return CacheRules(
+            l1_share=self.l1_share,
+            ttl_jitter=self.ttl_jitter,
+            staleness_half_life=self.half_life,
+            semantic_threshold=self.semantic.threshold,
+            stale_while_revalidate=self.stale_while_revalidate,
+            stale_if_error=self.stale_if_error,
+            hit_extends_ttl=self.hit_extends_ttl,
+        )
 
     @property
     def half_life(self) -> float:
