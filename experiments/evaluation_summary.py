@@ -232,8 +232,11 @@ def _compare(results: Results, row: str, other: str, cases: Sequence[str]) -> Co
     if not both:
         return None
     scores = relative(results, row, other, both)
-    if not np.isfinite(scores).all():
+    # A case that costs the other nothing has no ratio: it is left out, and the others are compared.
+    known = np.asarray(np.isfinite(scores).all(axis=0))
+    if not known.any():
         return None
+    both, scores = [name for name, kept in zip(both, known.tolist(), strict=True) if kept], scores[:, known]
     seed = results.settings.seed
     return Comparison(
         iqm=bootstrap(scores, seed=seed),
