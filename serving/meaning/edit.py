@@ -29,9 +29,9 @@ def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     bound = max(len(a), len(b)) if limit is None else limit
     if len(a) < len(b):
         a, b = b, a
-    start = _common_prefix(a, b)
+    start = common_prefix(a, b)
     a, b = a[start:], b[start:]
-    end = _common_prefix(a[::-1], b[::-1])
+    end = common_prefix(a[::-1], b[::-1])
     if end:
         a, b = a[:-end], b[:-end]
     if not b:
@@ -64,7 +64,8 @@ def within(a: str, b: str, ratio: float) -> bool:
     return edit_distance(a, b, limit) <= limit
 
 
-def _common_prefix(a: str, b: str) -> int:
+def common_prefix(a: str, b: str) -> int:
+    """Return how many characters two texts have in common at their start."""
     for place, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
             return place

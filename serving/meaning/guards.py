@@ -30,7 +30,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from serving.meaning import lexicon
-from serving.meaning.edit import edit_distance, within
+from serving.meaning.edit import common_prefix, within
 from serving.meaning.reading import Reading, read, stem
 
 MAX_CHARACTERS = 8_192
@@ -206,17 +206,20 @@ def _replaced(a: Reading, b: Reading) -> bool:
     if len(a.content) != len(b.content) or a.content == b.content:
         return False
     mine_only, others_only = Counter(a.content) - Counter(b.content), Counter(b.content) - Counter(a.content)
-    if mine_only.total() != 1 or others_only.total() != 1 or len(a.content) < 2:
+    if mine_only.total() != 1 or others_only.total() != 1:
         return False
     return not _alike(next(iter(mine_only)), next(iter(others_only)))
 
 
 def _alike(word: str, other: str) -> bool:
-    """Whether two stems may be forms or spellings of one word, or are known to mean the same."""
+    """Whether two stems are forms or spellings of one word, or are known to mean the same."""
     if SYNONYM_STEMS.get(word, word) == SYNONYM_STEMS.get(other, other):
         return True
-    shorter = min(len(word), len(other))
-    return shorter >= 4 and (word[:4] == other[:4] or edit_distance(word, other, 1) <= 1)
+    common = common_prefix(word, other)
+    if common >= 4 and all(not rest or rest in lexicon.ENDINGS for rest in (word[common:], other[common:])):
+        return True
+    # letters that changed places: recieve
+    return len(word) >= 6 and word[0] == other[0] and word[-1] == other[-1] and sorted(word) == sorted(other)
 
 
 def _order(a: Reading, b: Reading) -> bool:
@@ -226,7 +229,7 @@ def _order(a: Reading, b: Reading) -> bool:
         return True
     if a.content == b.content and a.pronouns == b.pronouns:
         return False
-    return len(a.words) == len(b.words) and sorted(a.words) == sorted(b.words)
+    return sorted(a.words) == sorted(b.words) and sorted(a.pronouns) == sorted(b.pronouns)
 
 
 def _moved(a: Reading, b: Reading) -> bool:

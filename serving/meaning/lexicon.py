@@ -165,7 +165,9 @@ gold | silver | bronze
 beef | pork | chicken | fish
 breakfast | lunch | dinner
 single once | double twice duplicate duplicated | triple thrice
-half | quarter
+half halve | double twice | quarter | triple
+square squared sqrt quadratic | cube cubed cubic
+noon midday | midnight
 personal | business corporate
 mild | severe
 acute | chronic
@@ -340,6 +342,13 @@ PRONOUNS = words(
 )
 """Words of no content whose order tells who does what to whom."""
 
+ENDINGS = words(
+    """
+    s y e al er or ion ation ication ment able ible ness ity ly ance ence ive ant ent ful ic ing ed
+    """
+)
+"""Endings of forms of one word."""
+
 _SYNONYMS = """
 money cash funds
 payment transaction
@@ -356,7 +365,10 @@ big large
 small little
 quick fast
 wrong incorrect
-error mistake problem issue
+error mistake
+problem issue trouble difficulty
+limit limitation restriction
+multiple several
 picture photo image
 movie film
 car automobile
@@ -481,6 +493,7 @@ OPPOSITES = _poles(_OPPOSITES, inflect=True)
 """Word -> (class, pole): two questions that both name a pole of one class have to name the same."""
 HAN_OPPOSITES = _poles(_HAN_OPPOSITES, inflect=False)
 """The same by character."""
+HAN_PRONOUNS = frozenset("我你您他她它")
 UNITS, UNIT_KINDS = _units()
 """Word -> name of the unit; name -> what it measures."""
 NEGATIVE_PREFIXES = _PREFIXES

@@ -28,6 +28,7 @@ _LITERAL = re.compile(
 )
 # Where none of these is, there is no literal: most questions are spared the search.
 _LITERAL_HINT = re.compile(r"""[`"“«「@#_~/:$+(]|\B['-]\w|[^\W\d]\.[^\W\d]""")
+_WORDS_ONLY = re.compile("[A-Za-z ,?]*[.!]?")
 _CAMEL = re.compile("[a-z]+[A-Z]")
 _TOKEN = re.compile(
     rf"(?P<han>[{_HAN}]+)|(?P<word>[^\W\d_{_HAN}]+(?:'[^\W\d_{_HAN}]+)?(?![\d_]))|(?P<number>\w+(?:[.,:/'-]\w*\d\w*)*)"
@@ -128,7 +129,19 @@ _BARE = lexicon.words("a an the is are was were be been am do does did please wh
 _ONE_IS_NO_NUMBER_AFTER = lexicon.words(
     "this that the which new no any every each some another other old right wrong first last same good bad best only"
 )
-_SAID = {"me": "i", "mine": "my", "u": "you", "ur": "your", "yours": "your", "us": "we", "our": "we"}
+_SAID = {
+    "me": "i",
+    "mine": "my",
+    "u": "you",
+    "ur": "your",
+    "yours": "your",
+    "us": "we",
+    "our": "we",
+    "him": "he",
+    "her": "she",
+    "them": "they",
+}
+_PARTICIPLES = ("ed", "en", "wn", "it", "ought", "aught", "ade", "ung", "uck", "ost", "ead", "old", "eld", "et", "ut")
 _HOW = {"many": "number", "much": "amount", "soon": "time", "long": "time", "often": "often", "far": "far", "old": "old"}
 
 
@@ -273,9 +286,11 @@ class _Reader:
 
     def read(self) -> Reading:
         reading = self._r
-        reading.maths = _maths(reading.plain)
         text = self._text
-        if _LITERAL_HINT.search(text) or _CAMEL.search(text):
+        words_only = _WORDS_ONLY.fullmatch(text) is not None
+        if not words_only:
+            reading.maths = _maths(reading.plain)
+        if _CAMEL.search(text) or (not words_only and _LITERAL_HINT.search(text)):
             text = _LITERAL.sub(self._literal, text)
         self._literals = iter(reading.literals)
         for chunk in text.split():
@@ -355,13 +370,19 @@ class _Reader:
             reading.words.append(word.stem)
         if word.pronoun:
             reading.pronouns.append(word.stem)
-        if word.marker and not (base == "to" and self._before in lexicon.BEFORE_INFINITIVES):
+        if word.marker and self._places(base):
             self._marker, self._taken = base, 0
         elif not counted and (word.content or letter):
             self._about(word.stem)
         elif self._taken:
             self._marker = ""
         self._currency, self._minus = "", False
+
+    def _places(self, marker: str) -> bool:
+        """Whether what follows a marker is a place or a doer: not where "to" begins a verb or "by" a means."""
+        if marker == "to":
+            return self._before not in lexicon.BEFORE_INFINITIVES
+        return marker != "by" or self._before.endswith(_PARTICIPLES)
 
     def _spoken_number(self, word: _Word) -> bool:
         """Whether the word is a number or a part of one."""
@@ -451,5 +472,6 @@ class _Reader:
         for character in run:
             for kind, pole in lexicon.HAN_OPPOSITES.get(character, ()):
                 reading.poles.setdefault(-2 - kind, set()).add(pole)
+        reading.pronouns += [character for character in run if character in lexicon.HAN_PRONOUNS]
         reading.characters += "".join(character for character in run if character not in lexicon.HAN_FILLERS)
         self._open, self._fresh = False, False

@@ -81,6 +81,11 @@ DIFFERENT = [
     ("Was Kennedy killed by Oswald?", "Did Kennedy kill Oswald?", "order"),
     ("Can I call you?", "Can you call me?", "order"),
     ("translate from english to german", "translate from german to english", "order"),
+    ("He sued her", "She sued him", "order"),
+    ("我借钱给你", "你借钱给我", "order"),
+    ("What is entropy?", "What is enthalpy?", "entities"),
+    ("What causes hypertension?", "What causes hyperthyroidism?", "entities"),
+    ("What is adsorption used for?", "What is absorption used for?", "entities"),
     # other scripts
     ("How do I reset my password?", "如何重置密码?", "script"),
     ("Как включить звук?", "Как выключить звук?", "script"),
@@ -109,6 +114,8 @@ SAME = [
     ("Is a lion bigger than a tiger?", "Is the lion bigger than the tiger"),
     ("Where can I buy a used car?", "Where can I purchase a used car?"),
     ("What does `os.path` do?", "what does `os.path` do, please"),
+    ("How do I receive my parcels?", "How do I recieve my parcel"),
+    ("How do I verify my identity?", "verification of my identity, how?"),
     ("请问怎么打开蓝牙?", "怎么打开蓝牙"),
     ("I need a new one", "I need a new one please"),
     ("My card is lost. Can I block it?", "My card is lost, can I block it"),
@@ -171,14 +178,14 @@ ANY = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(ANY, ANY)
 def test_the_guards_are_symmetric_and_never_refuse_the_same_text(a: str, b: str) -> None:
     assert GUARDS.objection(a, b) == GUARDS.objection(b, a)
     assert GUARDS.objection(a, a) == ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(ANY, st.integers(0, 9), st.integers(0, 9), ANY, st.sampled_from(["", " "]))
 def test_a_changed_digit_is_always_refused(before: str, digit: int, other: int, after: str, space: str) -> None:
     assume(digit != other)
@@ -201,7 +208,7 @@ def measure(limit: int = 1_500, seed: int = 0) -> dict[str, tuple[int, Counter[s
     """
     with gzip.open(trace("banking77.csv.gz"), "rt", encoding="utf-8") as file:
         rows = [(row["text"], row["category"]) for row in csv.DictReader(file)]
-    drawn = random.Random(seed).sample(rows, 2_500)
+    drawn = random.Random(seed).sample(rows, 1_500)
     words = [frozenset(text.lower().strip(" .?!").split()) for text, _ in drawn]
     pairs: dict[str, list[tuple[str, str]]] = {"same": [], "other": []}
     for place, mine in enumerate(words):
@@ -217,7 +224,7 @@ def measure(limit: int = 1_500, seed: int = 0) -> dict[str, tuple[int, Counter[s
 def test_most_paraphrases_of_real_customers_pass_and_questions_of_another_intent_less_often() -> None:
     measured = measure()
     refused = {kind: 1 - objections[""] / pairs for kind, (pairs, objections) in measured.items()}
-    assert measured["same"][0] >= 100
-    assert measured["other"][0] >= 50
+    assert measured["same"][0] >= 80
+    assert measured["other"][0] >= 30
     assert refused["same"] < 0.35
     assert refused["other"] > refused["same"] + 0.1
