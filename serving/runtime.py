@@ -32,7 +32,7 @@ from serving.inbound import Inbound
 from serving.keys import Fingerprint, key64
 from serving.meaning.acceptance_feed import AcceptanceFeed
 from serving.metrics import GatewayMetrics, Sink
-from serving.policy import Asked
+from serving.policy import Asked, CacheRules
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_url import address
 from serving.settings import GatewaySettings
@@ -57,6 +57,18 @@ MIN_FLIGHT_BYTES = 4 << 20
 
 REPORT_SECONDS = 5.0
 """How often a replica repeats which version it runs; a third of what the store takes for death."""
+
+
+def rules_of(settings: GatewaySettings) -> CacheRules:
+    """Return the rules as the decision core takes them; what callers may ask for is among them."""
+    given = settings.rules
+    return replace(
+        given.rules(),
+        stale_while_revalidate=given.stale_while_revalidate,
+        stale_if_error=given.stale_if_error,
+        hit_extends_ttl=given.hit_extends_ttl,
+        min_ttl=settings.callers.min_ttl,
+    )
 
 
 class Runtime:
@@ -120,7 +132,7 @@ class Runtime:
             memory=MemoryTier(),
             store=RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=sealer) if url is not None else None,
             vectors=self._open_vectors(),
-            rules=settings.rules.rules(),
+            rules=rules_of(settings),
             replicas=settings.replicas,
         )
         shared = url is not None and settings.replicas > 1

@@ -205,9 +205,9 @@ async def test_what_redis_evicts_leaves_memory_and_the_index(opened: Open) -> No
     for number in range(12):
         await cache.put("a", entry(number, vector=int8(unit(number))), now=0.0)
     assert cache.vectors is not None
-    assert cache.vectors.count("a") == 10
+    assert await cache.vectors.count("a") == 10
     await cache.apply({"a": Knobs(4_000, 100.0)})
-    assert cache.vectors.count("a") == 4
+    assert await cache.vectors.count("a") == 4
     assert (await cache.lookup("a", request(7), now=1.0)).outcome == "miss"
 
 
@@ -238,7 +238,7 @@ async def test_an_entry_larger_than_the_budget_is_stored_nowhere(opened: Open, s
     assert await cache.put("a", entry(1, size=2_001, vector=int8(unit(1))), now=0.0) == 0
     assert (await cache.lookup("a", request(1), now=0.0)).outcome == "miss"
     assert cache.vectors is not None
-    assert cache.vectors.count("a") == 0
+    assert await cache.vectors.count("a") == 0
 
 
 async def test_an_entry_that_is_already_expired_evicts_nobody(opened: Open, store: bool) -> None:

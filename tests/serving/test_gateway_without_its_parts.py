@@ -88,7 +88,7 @@ async def test_an_embedder_that_fails_is_a_miss(model: LlmSimProcess, monkeypatc
         raise EmbeddingUnavailable("no embedding within 0 s")
 
     async with running(settings) as client:
-        embedder = client.gateway.runtime._embedder
+        embedder = client.gateway.runtime.meaning.embedder
         assert embedder is not None
         monkeypatch.setattr(embedder, "embed", fail)
         assert (await client.ask("hello")).cache == "MISS"

@@ -1,0 +1,161 @@
+"""Who may ask, who sees what, and what operators may do."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from serving.audit import RedisAudit
+from tests.serving.gateways import Client, Model, before, gateway
+from tests.waiting import until
+
+
+def hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+AUTH = {"required": True, "tenants": {"acme": [hashed("a1"), hashed("a2")], "beta": [hashed("b1")]}, "admin": [hashed("root")]}
+ADMIN = bearer("root")
+
+
+async def admin(client: Client, path: str, body: dict[str, Any] | None = None) -> Any:
+    method = "GET" if body is None else "POST"
+    reply = await client.request(method, f"/admin/v1/{path}", json=body, headers=ADMIN)
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+async def test_tenants_never_share_an_answer_and_keys_of_one_tenant_do() -> None:
+    async with gateway(Model(), auth=AUTH) as client:
+        first = await client.ask("hello", bearer("a1"))
+        assert (await client.ask("hello", bearer("a2"))).body == first.body
+        other = await client.ask("hello", bearer("b1"))
+        assert (other.cache, other.body == first.body) == ("MISS", False)
+
+
+async def test_a_tenant_is_who_the_key_says_whatever_the_request_says() -> None:
+    async with gateway(Model(), auth=AUTH) as client:
+        await client.ask("hello", bearer("a1"))
+        claims = {"user": "acme", "tenant": "acme", "metadata": {"tenant": "acme"}}
+        assert (await client.ask("hello", {**bearer("b1"), "x-tenant": "acme"}, **claims)).cache == "MISS"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_request_without_a_known_key_is_refused(path: str) -> None:
+    model = Model()
+    async with gateway(model, auth=AUTH) as client:
+        for headers in ({}, bearer("unknown"), {"authorization": "Basic a1"}):
+            reply = await client.request("POST", path, json={"model": "m", "messages": [{}], "input": "x"}, headers=headers)
+            assert (reply.status, reply.json["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.request("GET", "/v1/models")).status == 401
+    assert model.asked == []
+
+
+async def test_a_tenants_key_does_not_reach_the_model() -> None:
+    model = Model()
+    async with gateway(model, auth=AUTH, upstream={"api_key": "ours"}) as client:
+        await client.ask("hello", bearer("a1"))
+        await client.request("POST", "/v1/responses", json={"model": "m", "input": "x"}, headers=bearer("a1"))
+        await client.request("GET", "/v1/models", headers=bearer("a1"))
+    assert [headers["authorization"] for headers in model.headers] == ["Bearer ours"] * 3
+
+
+async def test_responses_and_models_pass_through() -> None:
+    model = Model()
+    async with gateway(model) as client:
+        made = await client.request("POST", "/v1/responses", json={"model": "m", "input": "x", "extra": 1})
+        assert (made.json["id"], model.asked[0]) == ("resp-1", {"model": "m", "input": "x", "extra": 1})
+        got = await client.request("GET", "/v1/responses/resp-1?include=a")
+        assert (got.json["id"], got.json["query"]) == ("resp-1", "include=a")
+        streamed = await client.request("POST", "/v1/responses", json={"model": "m", "input": "x", "stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.body.startswith(b"event: response.created")
+        assert (await client.request("GET", "/v1/models/org/name")).json["id"] == "org/name"
+        assert (await client.request("DELETE", "/v1/models/m")).status == 405
+        for path in ("/v1/files", "/v1/fine_tuning/jobs", "/v1/models/../files", "/v1/responses/a/b/c"):
+            assert (await client.request("GET", path)).status == 404
+
+
+async def test_one_tenant_cannot_read_anothers_stored_responses() -> None:
+    async with gateway(Model(), auth=AUTH) as client:
+        assert (await client.request("GET", "/v1/responses/resp-1", headers=bearer("b1"))).status == 404
+
+
+async def test_the_admin_api_is_not_there_without_a_token_and_not_for_tenants() -> None:
+    async with gateway(Model(), auth={**AUTH, "admin": []}) as client:
+        assert (await client.request("GET", "/admin/v1/stats", headers=ADMIN)).status == 404
+    async with gateway(Model(), auth=AUTH) as client:
+        assert (await client.request("GET", "/admin/v1/stats", headers=bearer("a1"))).status == 401
+        assert (await client.request("GET", "/admin/v1/stats", headers=ADMIN)).status == 200
+        assert (await client.ask("hello", ADMIN)).status == 401
+
+
+async def test_operators_see_what_is_held_and_judge_it(redis_url: str, namespace: str) -> None:
+    async with gateway(Model(), auth=AUTH, redis_url=redis_url, namespace=namespace) as client:
+        name = (await client.ask("hello", bearer("a1"))).headers["x-cache-entry"]
+        entry = await admin(client, f"entries/{name}")
+        assert (entry["tenant"], entry["model"], entry["arm"], entry["output_tokens"]) == ("acme", "llm-sim", "control", 5)
+        assert sorted(entry["tiers"]) == ["memory", "redis"]
+        assert "answer 1" not in str(entry)
+        assert "answer 1" in (await admin(client, f"entries/{name}?content=true"))["body"]
+        assert (await admin(client, "stats"))["arms"]["control"]["redis"]["entries"] == 1
+        assert (await admin(client, "knobs"))["arms"]["control"]["ttl"] == 3600.0
+        await admin(client, f"entries/{name}/feedback", {"verdict": "good"})
+        assert (await client.ask("hello", bearer("a1"))).cache == "HIT"
+        await admin(client, f"entries/{name}/feedback", {"verdict": "bad"})
+        assert (await client.ask("hello", bearer("a1"))).cache == "MISS"
+        audit = RedisAudit(redis_url, namespace)
+        assert [event.action for _, event in await audit.read()] == ["read", "feedback", "feedback"]
+        await audit.close()
+
+
+FILTERS: dict[str, tuple[dict[str, str], int, set[str]]] = {
+    "a tenant": ({"tenant": "acme"}, 3, {"beta"}),
+    "a tag": ({"tag": "red"}, 1, {"plain", "beta"}),
+    "a document": ({"document": "d2"}, 1, {"plain", "tagged", "beta"}),
+    "a namespace": ({"namespace": "own"}, 1, {"plain", "tagged", "beta"}),
+    "a model": ({"model": "llm-sim"}, 4, set()),
+    "what nothing has": ({"tag": "blue"}, 0, {"plain", "tagged", "beta"}),
+}
+
+
+@pytest.mark.parametrize(("where", "removed", "left"), FILTERS.values(), ids=FILTERS.keys())
+async def test_a_flush_removes_what_matches_from_every_replica(
+    where: dict[str, str], removed: int, left: set[str], redis_url: str, namespace: str
+) -> None:
+    settings: dict[str, Any] = {"auth": AUTH, "redis_url": redis_url, "namespace": namespace}
+    async with before(Model(), replicas=2, **settings) as (one, other):
+        ask: dict[str, Any] = {
+            "plain": lambda client, **more: client.ask("hello", {**bearer("a1"), **more}),
+            "tagged": lambda client, **more: client.ask("tagged", {**bearer("a1"), "x-cache-tags": "red, green", **more}),
+            "beta": lambda client, **more: client.ask("hello", {**bearer("b1"), **more}),
+        }
+        for asking in ask.values():
+            await asking(one)
+            await asking(other)
+        await one.ask("cited", {**bearer("a1"), "x-cache-documents": "d1,d2"}, cache={"namespace": "own"})
+        assert (await admin(other, "flush", where))["removed"] == removed
+        only = {"cache-control": "only-if-cached"}
+
+        async def found() -> bool:
+            return {name for name, asking in ask.items() if (await asking(one, **only)).status == 200} == left
+
+        await until(found, "the flush to be heard of by the other replica")
+
+
+async def test_changes_are_recorded_beside_the_access_log_where_there_is_no_redis(tmp_path: Path) -> None:
+    async with gateway(Model(), auth=AUTH, access_log=str(tmp_path)) as client:
+        await client.ask("hello", bearer("a1"))
+        await admin(client, "flush", {"all": True})
+        assert (await client.ask("hello", bearer("a1"))).cache == "MISS"
+    events = [orjson.loads(line) for line in (tmp_path / "audit.jsonl").read_bytes().splitlines()]
+    assert [(event["action"], event["detail"]["removed"]) for event in events] == [("flush", 1)]
+    assert "root" not in (tmp_path / "audit.jsonl").read_text()
