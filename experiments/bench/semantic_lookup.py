@@ -241,7 +241,9 @@ async def _embed(splits: Sequence[Sequence[str]]) -> list[Vectors]:
     try:
         found = []
         for texts in splits:
-            vectors = [vector for vector in await asyncio.gather(*(embedder.embed(text) for text in texts)) if vector]
+            vectors: list[bytes] = []
+            for begin in range(0, len(texts), _STEP):  # the embedder takes a few thousand at a time
+                vectors += await asyncio.gather(*(embedder.embed(text) for text in texts[begin : begin + _STEP]))
             found.append(np.frombuffer(b"".join(vectors), np.int8).reshape(-1, DIMENSIONS))
         return found
     finally:

@@ -49,7 +49,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def open_again(kind: str, request: pytest.FixtureRequest) -> Callable[[str], VectorStore]:
     """Opens one more store of this kind in the namespace given."""
     url = request.getfixturevalue(f"{kind}_url") if kind in ("milvus", "chroma") else None
-    configured = VectorSettings(kind=kind, url=url, deadline=20.0)  # type: ignore[arg-type]
+    configured = VectorSettings(kind=kind, url=url, deadline=20.0)
 
     def opened(namespace: str) -> VectorStore:
         return open_store(configured, dim=DIM, namespace=namespace)

@@ -13,7 +13,7 @@ def test_it_measures_ours_beside_the_peers_on_questions_that_have_an_answer() ->
     module("faiss")
     result = semantic_lookup.run(entries=1_500, questions=400, rounds=2)
     rows = {row["what"]: row for row in result.rows}
-    assert list(rows)[0] == semantic_lookup.OURS
+    assert next(iter(rows)) == semantic_lookup.OURS
     assert rows[semantic_lookup.FLAT]["recall@1"] == 1.0
     assert rows[semantic_lookup.OURS]["recall@1"] >= 0.98
     for row in result.rows:

@@ -22,7 +22,7 @@ OTHER = b"o" * 32
 
 def vector(number: int) -> bytes:
     values = np.random.default_rng(number).normal(size=DIM)
-    return np.rint(values / np.linalg.norm(values) * 127).astype(np.int8).tobytes()
+    return bytes(np.rint(values / np.linalg.norm(values) * 127).astype(np.int8))
 
 
 def items(*numbers: int, context: bytes = CONTEXT) -> list[VectorItem]:

@@ -177,7 +177,7 @@ async def test_the_limit_is_looked_after_only_when_it_may_be_reached() -> None:
 async def test_a_service_that_is_not_there_is_unavailable(kind: str) -> None:
     module({"milvus": "pymilvus", "chroma": "chromadb"}[kind])
     url = f"http://127.0.0.1:{free_port()}"
-    store = open_store(VectorSettings(kind=kind, url=url, deadline=0.2), dim=DIM, namespace="n")  # type: ignore[arg-type]
+    store = open_store(VectorSettings(kind=kind, url=url, deadline=0.2), dim=DIM, namespace="n")
     with pytest.raises(TierUnavailable, match=kind):
         await near(store)
     with pytest.raises(TierUnavailable, match=kind):
@@ -190,7 +190,7 @@ async def test_a_service_that_never_says_a_word_costs_its_deadline(kind: str) ->
     module({"milvus": "pymilvus", "chroma": "chromadb"}[kind])
     with silent_server() as port:
         url = f"http://127.0.0.1:{port}"
-        store = open_store(VectorSettings(kind=kind, url=url, deadline=0.05), dim=DIM, namespace="n")  # type: ignore[arg-type]
+        store = open_store(VectorSettings(kind=kind, url=url, deadline=0.05), dim=DIM, namespace="n")
         for _ in range(5):
             with pytest.raises(TierUnavailable, match=r"no answer within 0\.05 s"):
                 await near(store)
@@ -204,13 +204,13 @@ def test_a_package_that_is_missing_is_named(kind: str, package: str, monkeypatch
     monkeypatch.setitem(sys.modules, package, None)
     url = "http://127.0.0.1:1" if kind != "faiss" else None
     with pytest.raises(RuntimeError, match=rf"{package} cannot be imported.*install"):
-        open_store(VectorSettings(kind=kind, url=url), dim=DIM, namespace="n")  # type: ignore[arg-type]
+        open_store(VectorSettings(kind=kind, url=url), dim=DIM, namespace="n")
 
 
 def test_an_address_that_is_none_is_refused() -> None:
     for kind in ("milvus", "chroma"):
         with pytest.raises(ValueError, match=f"{kind}: url: expected http://"):
-            open_store(VectorSettings(kind=kind, url="nowhere"), dim=DIM, namespace="n")  # type: ignore[arg-type]
+            open_store(VectorSettings(kind=kind, url="nowhere"), dim=DIM, namespace="n")
     assert isinstance(open_store(VectorSettings(), dim=DIM, namespace="n"), UsearchStore)
 
 
