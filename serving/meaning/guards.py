@@ -6,6 +6,7 @@ changes the answer, by the words alone. A guard that is in doubt refuses: a refu
 ================  ================  =====================================================================================
 objection         setting           refuses when
 ================  ================  =====================================================================================
+``too_long``      always            one is longer than 8,192 characters, and they are not the same
 ``script``        always            one has letters that the other has not (Latin, Chinese), or both have letters of a script
                                     whose words the guards do not know and are not the same text
 ``pictures``      always            their emoji or symbols differ
@@ -13,7 +14,7 @@ objection         setting           refuses when
 ``maths``         ``numbers``       the signs, brackets, numbers or variables of a sum differ
 ``numbers``       ``numbers``       their numbers differ, in value, order or as ordinals; dates and versions are numbers
 ``units``         ``numbers``       the units of the numbers, or those named without one, differ
-``negation``      ``negation``      one has more negations than the other
+``negation``      ``negation``      one has more negations than the other ("I do not know how" is none)
 ``polarity``      ``polarity``      they name opposites, or a word and its negative form (legal, illegal)
 ``question``      ``polarity``      one asks who, when, where, why or how many, and the other for another of these
 ``entities``      ``entities``      a name in one is not in the other; a single word is replaced by one that is unrelated

@@ -29,7 +29,7 @@ _LITERAL = re.compile(
 # Where none of these is, there is no literal: most questions are spared the search.
 _LITERAL_HINT = re.compile(r"""[`"“«「@#_~/:$+(]|\B['-]\w|[^\W\d]\.[^\W\d]""")
 _WORDS_ONLY = re.compile("[A-Za-z ,?]*[.!]?")
-_CAMEL = re.compile("[a-z]+[A-Z]")
+_CAMEL = re.compile("[a-z][A-Z]")
 _TOKEN = re.compile(
     rf"(?P<han>[{_HAN}]+)|(?P<word>[^\W\d_{_HAN}]+(?:'[^\W\d_{_HAN}]+)?(?![\d_]))|(?P<number>\w+(?:[.,:/'-]\w*\d\w*)*)"
     "|(?P<sign>[-−+$£€¥₹%.!?,;:]|°[CcFf]?)|(?P<literal>\0)"
@@ -141,6 +141,8 @@ _SAID = {
     "her": "she",
     "them": "they",
 }
+_EXACT_DIGITS = 16
+"""Longer numbers are not multiplied, since Decimal would round them."""
 _PARTICIPLES = ("ed", "en", "wn", "it", "ought", "aught", "ade", "ung", "uck", "ost", "ead", "old", "eld", "et", "ut")
 _HOW = {"many": "number", "much": "amount", "soon": "time", "long": "time", "often": "often", "far": "far", "old": "old"}
 
@@ -220,6 +222,8 @@ def _number(text: str) -> tuple[str, str]:
 
 
 def _scaled(value: str, scale: int) -> str:
+    if len(value) > _EXACT_DIGITS:
+        return f"{value} x {scale}"
     try:
         return format((Decimal(value.replace(",", "")) * scale).normalize(), "f")
     except InvalidOperation:

@@ -33,6 +33,7 @@ DIFFERENT = [
     ("What is my weight in kg?", "What is my weight in pounds?", "units"),
     ("Convert 5 km to miles", "Convert 5 miles to km", "units"),
     ("Wake me at 5 am", "Wake me at 5 pm", "units"),
+    ("Is 12345678901234567890123456789012 thousand odd?", "Is 12345678901234567890123456789013 thousand odd?", "numbers"),
     # sums
     ("What is 12*3?", "What is 12+3?", "maths"),
     ("What is 12 times 3?", "What is 12 plus 3?", "maths"),
