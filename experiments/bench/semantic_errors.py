@@ -248,7 +248,9 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
     middle = share + square / (2 * trials)
     reach = _QUANTILE * math.sqrt(share * (1 - share) / trials + square / (4 * trials**2))
     scale = 1 + square / trials
-    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
+    # at the ends exactly, which rounding would miss
+    low = 0.0 if successes <= 0 else (middle - reach) / scale
+    return low, 1.0 if successes >= trials else (middle + reach) / scale
 
 
 def run(
@@ -276,9 +278,13 @@ def run(
         guards: Guards by name; None: those of the gateway on, and off.
         say: Prints a line about what goes on.
     """
-    held_out = _questions(path, "test", limit, seed, vectors)
-    length = len(held_out.texts)
-    learned = _questions(path, "train", training * length, seed, vectors)
+    asked, asked_labels = read_questions(path, "test", limit=limit, seed=seed)
+    length = len(asked)
+    known, known_labels = read_questions(path, "train", limit=training * length, seed=seed)
+    say(f"semantic-errors: embedding {length + len(known):,} questions")
+    rows_of = vectors([*asked, *known])
+    held_out = Questions(asked, asked_labels, rows_of[:length])
+    learned = Questions(known, known_labels, rows_of[length:])
     random = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     parts = [
@@ -302,13 +308,6 @@ def run(
         "streams of that length. bound: largest share of wrong answers over all lookups, or over the answers served (stricter). "
         "kept: the measured share is not above it. Intervals: Wilson, 95 %, of one order's counts, since the orders share them.",
     )
-
-
-def _questions(
-    path: Path, split: Split, limit: int | None, seed: int, vectors: Callable[[Sequence[str]], npt.NDArray[np.float32]]
-) -> Questions:
-    texts, labels = read_questions(path, split, limit=limit, seed=seed)
-    return Questions(texts, labels, vectors(texts))
 
 
 def _guards() -> list[tuple[str, Objection | None]]:

@@ -221,8 +221,10 @@ class Acceptance:
         self._count_lookup(wrong)
         if wrong > self._dearest or self._spent + wrong > self._max_error * self._granted:
             return False
-        tighter = max_error is not None and max_error < self._max_error
-        if draw < (max(self._audit, 1.0 - max_error / wrong) if tighter and wrong > 0.0 else self._audit):
+        explored = self._audit
+        if max_error is not None and max_error < self._max_error:
+            explored = max(explored, 1.0 - max_error / max(wrong, 1e-12))
+        if draw < explored:
             return False
         self._spent += wrong
         return True

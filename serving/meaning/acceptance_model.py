@@ -171,7 +171,9 @@ def _curves(right: Floats, wrong: Floats) -> tuple[Floats, Floats, Floats]:
         if gained < 1e-6:
             break
     _, information = _derivatives(parameters, ceiling, design, right, wrong)
-    return parameters, np.linalg.inv(information), score - np.linalg.slogdet(information)[1] / 2
+    covariance: Floats = np.linalg.inv(information)
+    evidence: Floats = score - np.linalg.slogdet(information)[1] / 2
+    return parameters, covariance, evidence
 
 
 def _derivatives(parameters: Floats, ceiling: Floats, design: Floats, right: Floats, wrong: Floats) -> tuple[Floats, Floats]:
