@@ -50,6 +50,9 @@ _RECORDED: Mapping[str, Outcome] = {
 """Who answered, by what was decided."""
 
 
+_MOST_COMMON = 1000
+
+
 @dataclass(slots=True)
 class Exchange:
     """One request on its way.
@@ -85,6 +88,7 @@ class Answering:
         self._renditions = Renditions()
         self._limit = runtime.settings.max_request_bytes
         self._debug = runtime.settings.callers.debug
+        self._common: dict[tuple[str, str, str, str, int], Headers] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint) -> None:
         """Answer one request."""
@@ -346,16 +350,15 @@ class Answering:
             return headers
         if outcome == "collapsed":
             tier = "memory"
-        headers += [
-            (b"x-cache", LABELS[outcome]),
-            (b"x-cache-arm", x.arm.encode()),
-            (b"x-cachepilot-version", b"%d" % self._runtime.version),
-            (b"x-cache-rule", rule.encode()),
-            (b"x-cache-entry", entry_id(named).encode()),
-            (b"x-litellm-cache-key", key.hex().encode()),
-        ]
-        if tier:
-            headers.append((b"x-cache-tier", tier.encode()))
+        about = (outcome, rule, x.arm, tier, self._runtime.version)
+        common = self._common.get(about)
+        if common is None:
+            if len(self._common) > _MOST_COMMON:
+                self._common.clear()
+            common = self._common[about] = _common_headers(*about)
+        headers += common
+        headers.append((b"x-cache-entry", entry_id(named).encode()))
+        headers.append((b"x-litellm-cache-key", key.hex().encode()))
         if entry is not None:
             headers.append((b"x-cache-similarity", b"%.4g" % similarity))
             headers.append((b"x-cache-saved-tokens", b"%d" % (entry.input_tokens + entry.output_tokens)))
@@ -391,6 +394,17 @@ class Answering:
             call = runtime.fetcher.call(x.inbound, headers, None)
             # Refreshed for nobody in particular: what this caller asked of the cache is not for the next one.
             warmer.remember(key, Remembered(fp, call.body, headers, runtime.fetcher.for_refresh(call)))
+
+
+def _common_headers(outcome: str, rule: str, arm: str, tier: str, version: int) -> Headers:
+    """The headers that many answers have in common."""
+    headers = [
+        (b"x-cache", LABELS[outcome]),
+        (b"x-cache-arm", arm.encode()),
+        (b"x-cachepilot-version", b"%d" % version),
+        (b"x-cache-rule", rule.encode()),
+    ]
+    return [*headers, (b"x-cache-tier", tier.encode())] if tier else headers
 
 
 def _as_kept(call: Call, body: bytes, form: Form, at: float) -> Entry:

@@ -27,7 +27,15 @@ PATHS: Mapping[Endpoint, str] = {"chat": "/chat/completions", "completions": "/c
 """The endpoints whose answers are cached, and their paths below the API's version."""
 
 NO_DIRECTIVES = Directives()
-_READ = frozenset((b"authorization", b"cache-control", b"last-event-id"))
+_READ: Mapping[bytes, str] = {
+    name.encode(): name
+    for name in (
+        "cache-control", "last-event-id", "x-cache-threshold", "x-cache-max-error", "x-cache-tags", "x-cache-documents",
+        "x-cache-offset", "x-cache-fresh-id",
+    )
+}  # fmt: skip
+"""Headers that ask something of the cache."""
+
 _MOST_EVENTS = 10**9
 
 
@@ -177,8 +185,9 @@ def understand(
     for name, value in headers:
         if name == b"authorization":
             authorization = value
-        elif name in _READ or name.startswith(b"x-cache-"):
-            given[name.decode("latin-1")] = value.decode("latin-1")
+        elif name in _READ:
+            known, text = _READ[name], value.decode("latin-1")
+            given[known] = f"{given[known]}, {text}" if known in given else text  # several lines are one list (RFC 9110, 5.3)
     tenant = identify(tenants, authorization)
     body = _parse(raw, endpoint)
     directives = NO_DIRECTIVES

@@ -8,6 +8,7 @@ caches there are, unless turned off, ``x-cache`` (HIT, SEMANTIC, STALE, COLLAPSE
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -69,16 +70,14 @@ def cache_status(
         stored: Whether the answer was stored.
     """
     if outcome in ("hit", "semantic_hit", "stale"):
-        parts = [b"cachepilot; hit"]
-        if ttl is not None:
-            parts.append(b"ttl=%d" % ttl)
-    else:
-        forwarded = b"fwd=stale" if rule in _EXPIRED_RULES and outcome == "miss" else _FORWARDED[outcome]
-        parts = [b"cachepilot; " + forwarded]
-        if status is not None:
-            parts.append(b"fwd-status=%d" % status)
-        if stored:
-            parts.append(b"stored")
+        left = b"; ttl=%d" % ttl if ttl is not None and math.isfinite(ttl) else b""
+        return b'cachepilot; hit%b; key="%b"; detail=%b' % (left, entry_id(key).encode(), rule.encode())
+    forwarded = b"fwd=stale" if rule in _EXPIRED_RULES and outcome == "miss" else _FORWARDED[outcome]
+    parts = [b"cachepilot; " + forwarded]
+    if status is not None:
+        parts.append(b"fwd-status=%d" % status)
+    if stored:
+        parts.append(b"stored")
     parts.append(b'key="%s"' % entry_id(key).encode())
     if rule:
         parts.append(b"detail=%s" % rule.encode())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.access_log import AccessLogWriter, AccessRecord, read_records
+from serving.access_log import AccessLogWriter, AccessRecord, DetailedRecord, read_records
 
 RECORD = AccessRecord(1.5, 2**64 - 1, "control", "hit", "memory", 0.25, 100, 3, 4, 9.0, 0.1, 7, 200)
 
@@ -76,8 +76,16 @@ def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_pa
 
 
 def test_a_record_has_no_field_for_text() -> None:
-    texts = {item.name for item in fields(AccessRecord) if item.type in ("str", "Outcome")}
-    assert texts == {"arm", "outcome", "tier"}
+    texts = {item.name for item in fields(DetailedRecord) if item.type in ("str", "Outcome")}
+    assert texts == {"arm", "outcome", "tier", "rule", "endpoint", "tenant"}
+
+
+def test_details_are_written_and_do_not_disturb_those_who_read_records(tmp_path: Path) -> None:
+    writer = AccessLogWriter(tmp_path, "r0")
+    writer.write(DetailedRecord(*astuple(RECORD), rule="exact_hit", similarity=1.0, endpoint="chat", tenant="acme"))
+    writer.close()
+    assert list(read_records(writer.path)) == [RECORD]
+    assert b'"rule":"exact_hit","similarity":1.0,"endpoint":"chat","tenant":"acme"}' in writer.path.read_bytes()
 
 
 def test_a_full_disk_is_no_error_and_is_caught_up_with_when_there_is_room(
