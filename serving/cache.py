@@ -316,11 +316,11 @@ class TieredCache:
         if self.store is None:
             evicted = self.memory.put_now(arm, entry)
         else:
+            self._promote(arm, entry)  # first: a store that is slow keeps nobody from it
             try:
                 evicted = await self.store.put(arm, entry)
             except TierUnavailable:
                 evicted = 0
-            self._promote(arm, entry)
         fits = entry.complete and entry.size <= knobs.cache_size
         self._index(arm, entry.key, entry.context, entry.vector if fits else b"", EntryMeta.load(entry.meta) if fits else None)
         return evicted

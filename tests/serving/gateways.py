@@ -200,7 +200,12 @@ async def before(model: Model, *, replicas: int = 1, **settings: Any) -> AsyncIt
         url = await stack.enter_async_context(served(model.app))
         upstream = {"base_url": f"{url}/v1", "retries": 0, **settings.pop("upstream", {})}
         shared = {**settings, "upstream": upstream, "replicas": replicas}
-        yield [await stack.enter_async_context(running(shared, replica=f"r{number}")) for number in range(replicas)]
+        clients = [await stack.enter_async_context(running(shared, replica=f"r{number}")) for number in range(replicas)]
+        try:
+            yield clients
+        finally:  # a test that failed must not wait for what it holds up
+            model.hold.set()
+            model.pause.set()
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import astuple, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ def test_a_record_has_no_field_for_text() -> None:
 
 def test_details_are_written_and_do_not_disturb_those_who_read_records(tmp_path: Path) -> None:
     writer = AccessLogWriter(tmp_path, "r0")
-    writer.write(DetailedRecord(*astuple(RECORD), rule="exact_hit", similarity=1.0, endpoint="chat", tenant="acme"))
+    writer.write(DetailedRecord(**asdict(RECORD), rule="exact_hit", similarity=1.0, endpoint="chat", tenant="acme"))
     writer.close()
     assert list(read_records(writer.path)) == [RECORD]
     assert b'"rule":"exact_hit","similarity":1.0,"endpoint":"chat","tenant":"acme"}' in writer.path.read_bytes()

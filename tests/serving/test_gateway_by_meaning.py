@@ -220,7 +220,7 @@ async def _hang(embedder: serving.embedding.Embedder) -> tuple[Any, list[int]]:
         gate.wait(60.0)
         raise RuntimeError("released")
 
-    embedder._encode = hang  # type: ignore[method-assign, assignment]
+    embedder._encode = hang  # type: ignore[method-assign]
     return gate.set, asked
 
 
