@@ -171,8 +171,8 @@ def _curves(right: Floats, wrong: Floats) -> tuple[Floats, Floats, Floats]:
         if gained < 1e-6:
             break
     _, information = _derivatives(parameters, ceiling, design, right, wrong)
-    covariance: Floats = np.linalg.inv(information)
-    evidence: Floats = score - np.linalg.slogdet(information)[1] / 2
+    covariance = np.asarray(np.linalg.inv(information), np.float64)
+    evidence = score - np.asarray(np.linalg.slogdet(information)[1], np.float64) / 2
     return parameters, covariance, evidence
 
 
