@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState, VersionConflict
 from serving.knobs import Knobs
+from serving.redis_url import shown
 from serving.tiers.redis import check_name
 
 _log = logging.getLogger(__name__)
@@ -180,7 +181,8 @@ class RedisConfigStore:
                 return await call()
         except (RedisError, OSError, TimeoutError) as error:
             raise ConfigStoreUnavailable(
-                f"config store: Redis at {self.url} did not answer within {self._deadline:g} s or refused ({error!r}); "
+                f"config store: Redis at {shown(self.url)} did not answer within {self._deadline:g} s or refused "
+                f"({type(error).__name__} {error}); "
                 "check that it runs and that the URL is right"
             ) from error
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from serving.redis_url import address
 from serving.settings import GatewaySettings
 
 
@@ -16,8 +17,8 @@ def run_directory(namespace: str) -> Path:
 
 
 def redis_url(settings: GatewaySettings) -> str:
-    """Return the URL of the Redis that the settings name, else of the one that `cachepilot serve` brings."""
-    return settings.redis_url or f"unix://{run_directory(settings.namespace) / 'redis.sock'}"
+    """Return the URL of the settings' Redis, certificates included, else of the one that `cachepilot serve` brings."""
+    return address(settings) or f"unix://{run_directory(settings.namespace) / 'redis.sock'}"
 
 
 def metrics_url(settings: GatewaySettings) -> str:

@@ -11,6 +11,7 @@ import redis
 
 from serving.app import start
 from serving.redis_server import RedisServer
+from serving.redis_url import shown
 from tuner.config import Settings
 from tuner.errors import CommandError
 from tuner.local import redis_url, run_directory
@@ -76,11 +77,6 @@ def check_redis(url: str) -> None:
     """
     if not redis_answers(url):
         raise CommandError(
-            f"redis: nothing answers PING at {_without_password(url)} within 2 s: start it, correct gateway.redis_url, "
+            f"redis: nothing answers PING at {shown(url)} within 2 s: start it, correct gateway.redis_url, "
             "or leave gateway.redis_url out: `cachepilot serve` then brings its own"
         )
-
-
-def _without_password(url: str) -> str:
-    scheme, found, rest = url.partition("://")
-    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else url

@@ -179,3 +179,14 @@ async def test_an_unreachable_store_says_where_it_was_looked_for(tmp_path: Path)
 def test_a_namespace_that_does_not_fit_into_keys_is_refused(namespace: str) -> None:
     with pytest.raises(ValueError, match="namespace: expected 1 to 64 letters"):
         RedisConfigStore("redis://127.0.0.1:1", namespace)
+
+
+async def test_the_password_of_an_unreachable_store_is_not_told(tmp_path: Path) -> None:
+    store = RedisConfigStore(f"unix://user:secret@{tmp_path / 'none.sock'}", "ns")
+    try:
+        with pytest.raises(ConfigStoreUnavailable) as caught:
+            await store.read()
+    finally:
+        await store.close()
+    assert "none.sock" in str(caught.value)
+    assert "secret" not in str(caught.value)
