@@ -17,9 +17,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import orjson
+
 from serving import recording, sse
 from serving.access_log import Outcome
-from serving.cache import Lookup
+from serving.cache import VECTOR, Lookup
 from serving.continuation import Continuation, Diverged
 from serving.fetching import Call, tokens_of
 from serving.flights import FlightFailed, Head, Reader
@@ -238,7 +240,13 @@ class Answering:
             await self._fail(x, found, UpstreamAnswer(head.status, body, head.content_type, head.headers))
             return True
         outcome, rule = self._how(found, reader)
-        headers = [kind, *self._headers(x, outcome, rule, status=head.status, stored=flight.entry is not None), *_passed(head)]
+        headers = [
+            kind,
+            *self._headers(
+                x, outcome, rule, status=head.status, stored=flight.entry is not None, answered=flight.key, tier=_tier(x, reader)
+            ),
+            *_passed(head),
+        ]
         await respond(x.send, head.status, headers, body)
         self._given(x, found, call, reader, head, recorded, form)
         return True
@@ -256,7 +264,7 @@ class Answering:
         outcome, rule = self._how(found, reader)
         headers = [
             (b"content-type", head.content_type.encode("latin-1")),
-            *self._headers(x, outcome, rule, status=head.status),
+            *self._headers(x, outcome, rule, status=head.status, answered=reader.flight.key, tier=_tier(x, reader)),
             *_passed(head),
         ]
         if inbound.resume is not None:
@@ -316,12 +324,14 @@ class Answering:
         entry = flight.entry
         if entry is None and flight.origin == "replica" and flight.state == "complete":
             entry = _as_kept(call, body, form, x.at)  # by the replica that asked
+        tier = _tier(x, reader)
         if outcome == "collapsed":
-            runtime.coalesced(x.arm)
-        self._record(x, outcome, rule, head.status, entry=entry)
+            runtime.coalesced(x.arm, by_meaning=tier == VECTOR)
+        # Nearly the same question is another one: who counts wrong answers by meaning has to count this one as well.
+        self._record(x, "semantic_hit" if tier == VECTOR else outcome, rule, head.status, entry=entry, tier=tier)
         if entry is None:
             return
-        self._settle(x, entry)
+        self._settle(x, entry, call)
         if found.refused is not None and reader.leader:
             runtime.meaning.verify_soon(x.arm, found.refused, entry.body)
 
@@ -340,16 +350,15 @@ class Answering:
         similarity: float = 0.0,
         status: int | None = None,
         stored: bool = False,
+        answered: bytes = b"",
     ) -> Headers:
         key = x.inbound.fp.key
-        named = entry.key if entry is not None else key
+        named = entry.key if entry is not None else answered or key
         headers: Headers = [(b"cache-status", cache_status(outcome, rule, named, ttl=ttl, status=status, stored=stored))]
         if age is not None:
             headers.append((b"age", b"%d" % age))
         if not self._debug:
             return headers
-        if outcome == "collapsed":
-            tier = "memory"
         about = (outcome, rule, x.arm, tier, self._runtime.version)
         common = self._common.get(about)
         if common is None:
@@ -373,16 +382,17 @@ class Answering:
         *,
         entry: Entry | None = None,
         found: Lookup | None = None,
+        tier: str = "",
         error: bool = False,
     ) -> None:
         self._runtime.record(
             x.at, time.perf_counter() - x.began, x.inbound, x.arm, "error" if error else _RECORDED[outcome], status, rule=rule,
-            entry=entry, tier=found.tier if found is not None else "memory" if outcome == "collapsed" else "",
+            entry=entry, tier=found.tier if found is not None else tier,
             age=found.age if found is not None else 0.0, stale=found.stale if found is not None else 0.0,
             similarity=found.similarity if found is not None else 0.0,
         )  # fmt: skip
 
-    def _settle(self, x: Exchange, entry: Entry) -> None:
+    def _settle(self, x: Exchange, entry: Entry, call: Call | None = None) -> None:
         """After the answer: tell the ghost and the hot set, and keep the request for refreshing."""
         runtime, fp = self._runtime, x.inbound.fp
         runtime.answered(x.arm, entry, x.at)
@@ -391,9 +401,16 @@ class Answering:
         warmer, key = runtime.warmers[x.arm], key64(fp.key)
         if not warmer.knows(key):
             headers = runtime.upstream.forwarded(x.scope["headers"], credentials=False)
-            call = runtime.fetcher.call(x.inbound, headers, None)
+            call = replace(call, headers=headers) if call is not None else runtime.fetcher.call(x.inbound, headers, None)
             # Refreshed for nobody in particular: what this caller asked of the cache is not for the next one.
             warmer.remember(key, Remembered(fp, call.body, headers, runtime.fetcher.for_refresh(call)))
+
+
+def _tier(x: Exchange, reader: Reader) -> str:
+    """The tier that a flight's answer counts for: none for one's own, else as it would have been found a moment later."""
+    if reader.flight.key != x.inbound.fp.key:
+        return VECTOR
+    return "memory" if not reader.leader or reader.flight.origin == "replica" else ""
 
 
 def _common_headers(outcome: str, rule: str, arm: str, tier: str, version: int) -> Headers:
@@ -411,8 +428,6 @@ def _as_kept(call: Call, body: bytes, form: Form, at: float) -> Entry:
     fp = call.asked.fp
     parsed = recording.to_json(body) if form == "sse" else None
     if form == "json":
-        import orjson
-
         loaded = orjson.loads(body)
         parsed = loaded if isinstance(loaded, dict) else None
     vector = call.vector or b""

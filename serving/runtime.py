@@ -19,7 +19,7 @@ import numpy as np
 from serving.access_log import AccessLogWriter, DetailedRecord, Outcome
 from serving.arms import ArmAssignment
 from serving.by_meaning import ByMeaning
-from serving.cache import Lookup, TieredCache
+from serving.cache import VECTOR, Lookup, TieredCache
 from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState
 from serving.crypto import Sealer
 from serving.embedding import DIMENSIONS
@@ -32,7 +32,7 @@ from serving.inbound import Inbound
 from serving.keys import Fingerprint, key64
 from serving.meaning.acceptance_feed import AcceptanceFeed
 from serving.metrics import GatewayMetrics, Sink
-from serving.policy import Asked, CacheRules
+from serving.policy import Asked
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_url import address
 from serving.settings import GatewaySettings
@@ -57,18 +57,6 @@ MIN_FLIGHT_BYTES = 4 << 20
 
 REPORT_SECONDS = 5.0
 """How often a replica repeats which version it runs; a third of what the store takes for death."""
-
-
-def rules_of(settings: GatewaySettings) -> CacheRules:
-    """Return the rules as the decision core takes them; what callers may ask for is among them."""
-    given = settings.rules
-    return replace(
-        given.rules(),
-        stale_while_revalidate=given.stale_while_revalidate,
-        stale_if_error=given.stale_if_error,
-        hit_extends_ttl=given.hit_extends_ttl,
-        min_ttl=settings.callers.min_ttl,
-    )
 
 
 class Runtime:
@@ -132,7 +120,7 @@ class Runtime:
             memory=MemoryTier(),
             store=RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=sealer) if url is not None else None,
             vectors=self._open_vectors(),
-            rules=rules_of(settings),
+            rules=replace(settings.rules.rules(), min_ttl=settings.callers.min_ttl),
             replicas=settings.replicas,
         )
         shared = url is not None and settings.replicas > 1
@@ -334,10 +322,10 @@ class Runtime:
         if found.stale:
             self.metrics.count("cachepilot_expected_stale_hits_total", arm, amount=found.stale)
 
-    def coalesced(self, arm: str) -> None:
-        """Count a hit on the answer that an identical request was just waiting for."""
+    def coalesced(self, arm: str, *, by_meaning: bool) -> None:
+        """Count a hit on the answer that another request was just waiting for, the same or one of nearly the same meaning."""
         self.metrics.count("cachepilot_coalesced_requests_total", arm)
-        self.metrics.count("cachepilot_hits_total", arm, "memory")
+        self.metrics.count("cachepilot_hits_total", arm, VECTOR if by_meaning else "memory")
 
     def record(
         self,
