@@ -118,8 +118,7 @@ class Fetcher:
             headers: The headers to send.
             vector: See :class:`Call`.
         """
-        settings = self._settings
-        body = upstream_body(inbound.raw, inbound.body, usage=settings.streams.usage, directives=settings.callers.directives)
+        body = upstream_body(inbound.raw, inbound.body, usage=self._settings.streams.usage)
         meta = inbound.meta(text=self._meaning.enabled and bool(inbound.fp.text) and vector != b"")
         return Call(inbound.asked, inbound.endpoint, body, headers, meta.dump(), vector)
 

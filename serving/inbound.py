@@ -220,18 +220,17 @@ def namespace_of(own: str, callers: str) -> str:
     return f"{own}/{callers}" if callers else own
 
 
-def upstream_body(raw: bytes, body: Mapping[str, Any], *, usage: bool, directives: bool) -> bytes:
+def upstream_body(raw: bytes, body: Mapping[str, Any], *, usage: bool) -> bytes:
     """Return the body to send to the model: as it came, but for what is the gateway's own.
 
     Args:
         raw: The request's bytes.
         body: The same, parsed.
         usage: Whether a streamed answer shall be asked for its tokens.
-        directives: Whether the body's ``cache`` object is the gateway's.
     """
     options = body.get("stream_options")
     add_usage = usage and bool(body.get("stream")) and not (isinstance(options, Mapping) and options.get("include_usage"))
-    own_cache = directives and isinstance(body.get("cache"), Mapping)
+    own_cache = isinstance(body.get("cache"), Mapping)
     if not add_usage and not own_cache:
         return raw
     changed = {name: value for name, value in body.items() if not (own_cache and name == "cache")}

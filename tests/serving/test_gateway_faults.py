@@ -164,3 +164,15 @@ async def test_nothing_of_a_prompt_or_an_answer_is_logged(tmp_path: Any, caplog:
     logged = "".join(file.read_text() for file in tmp_path.iterdir()) + caplog.text
     assert '"rule":"exact_hit"' in logged
     assert "confidential" not in logged
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_too_large_to_be_kept_reaches_all_who_wait_for_it(stream: bool) -> None:
+    model = Model()
+    word = "x" * 1000
+    model.message = lambda *_: {"content": " ".join([word] * 3000)}
+    async with gateway(model, admission={"max_entry_bytes": 1 << 20}) as client:
+        for _ in range(2):
+            replies = await asyncio.gather(*(client.ask("hello", stream=stream) for _ in range(2)))
+            assert {reply.body.count(word.encode()) for reply in replies} == {3000}
+            assert "HIT" not in {reply.cache for reply in replies}

@@ -51,7 +51,7 @@ class Failing(Model):
 
 
 def right(asked: dict[str, Any]) -> str:
-    """The answer to a request: of its text, its system prompt and its tenant, told by a field that is not part of its identity."""
+    """The answer to a request: of its text, its system prompt and its tenant, told by a field that is not of its identity."""
     texts = [message["content"] for message in asked["messages"]]
     texts[-1] = SAME.get(texts[-1], texts[-1])
     return "answer " + hashlib.sha256(json.dumps([texts, asked["user"]]).encode()).hexdigest()
