@@ -57,7 +57,7 @@ class ByMeaning:
         self._settings, self._metrics, self._draw = settings, metrics, draw
         self.embedder: Embedder | None = None
         self.guards = Guards(settings.guards)
-        self.acceptance = Acceptance(settings.max_error if settings.max_error is not None else 0.5)
+        self.acceptance = Acceptance(settings.max_error if settings.max_error is not None else 0.5, over=settings.error_over)
         lsh = settings.lsh
         self._signature = Signature(DIMENSIONS, lsh.bits, lsh.buckets, lsh.seed)
         self._vectors: OrderedDict[bytes, bytes] = OrderedDict()

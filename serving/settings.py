@@ -164,6 +164,8 @@ class SemanticSettings(Settings):
         threshold: Least cosine similarity of two questions that may share an answer.
         max_error: Largest share of wrong answers by meaning, 0..1: each entry's own acceptance is then learned from verified
             outcomes, and ``threshold`` is a floor. null: the threshold alone decides.
+        error_over: Of what ``max_error`` is a share: ``lookups``: all that were looked up by meaning; ``answers``: those
+            that were answered by meaning, which is stricter.
         verify: How an answer given anew is compared with the one that would have been served: ``exact``: the same text;
             ``embedding``: cosine of at least ``verify_similarity``.
         verify_similarity: See ``verify``.
@@ -177,6 +179,7 @@ class SemanticSettings(Settings):
     enabled: bool = False
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     max_error: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    error_over: Literal["lookups", "answers"] = "lookups"
     verify: Literal["exact", "embedding"] = "exact"
     verify_similarity: Share = 0.9
     deadline: Seconds = 0.5
