@@ -95,10 +95,10 @@ async def test_the_nodes_metrics_port_counts_what_the_access_log_tells(stack: St
 
     arm = stack.arm_of(question)
     await until(lambda: _asked(stack, [question]) == 4, "the access log")
-    await until(lambda: counted("ray_cachepilot_requests_total") == told(), "the counters to catch up with the log")
+    await until(lambda: counted("ray_cachepilot_requests_total") == told(), "the counters to catch up with the log", 60.0)
     assert told()[arm, "hit"] >= 3
     assert told()[arm, "miss"] >= 1
-    await until(lambda: counted("ray_cachepilot_request_latency_seconds_count") == told(), "the histogram to do so")
+    await until(lambda: counted("ray_cachepilot_request_latency_seconds_count") == told(), "the histogram to do so", 60.0)
     seconds = sum(record.latency for record in _records(stack) if (record.arm, record.outcome) == (arm, "hit"))
     assert counted("ray_cachepilot_latency_seconds_total")[arm, "hit"] == pytest.approx(seconds)
 
@@ -132,7 +132,7 @@ async def test_the_ghosts_of_two_replicas_count_each_request_once(stack: Stack) 
         return len(keys), len(keys) - len(set(keys))  # the largest cache would have missed the first of each only
 
     await until(lambda: _asked(stack, questions) == 24, "the access log")
-    await until(lambda: predicted() == pytest.approx(answered()), "the ghost to see what was answered")
+    await until(lambda: predicted() == pytest.approx(answered()), "the ghost to see what was answered", 60.0)
     assert answered()[1] >= 18
 
 
