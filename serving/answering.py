@@ -39,6 +39,7 @@ from serving.replies import (
     entry_id,
     error_event,
     respond,
+    saved_tokens,
 )
 from serving.runtime import Runtime
 from serving.tiers.base import Entry, Form
@@ -247,6 +248,8 @@ class Answering:
             ),
             *_passed(head),
         ]
+        if outcome == "collapsed" and flight.entry is not None and self._debug:
+            headers.append(saved_tokens(flight.entry))
         await respond(x.send, head.status, headers, body)
         self._given(x, found, call, reader, head, recorded, form)
         return True
@@ -370,7 +373,7 @@ class Answering:
         headers.append((b"x-litellm-cache-key", key.hex().encode()))
         if entry is not None:
             headers.append((b"x-cache-similarity", b"%.4g" % similarity))
-            headers.append((b"x-cache-saved-tokens", b"%d" % (entry.input_tokens + entry.output_tokens)))
+            headers.append(saved_tokens(entry))
         return headers
 
     def _record(

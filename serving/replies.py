@@ -84,6 +84,11 @@ def cache_status(
     return b"; ".join(parts)
 
 
+def saved_tokens(entry: Entry) -> tuple[bytes, bytes]:
+    """Return the header that tells how many tokens an answer did not cost."""
+    return b"x-cache-saved-tokens", b"%d" % (entry.input_tokens + entry.output_tokens)
+
+
 class Renditions:
     """An entry's body in the form that a client asks for; those that take parsing are kept, the least recently used go.
 

@@ -237,6 +237,21 @@ async def test_an_interrupted_stream_goes_on_where_the_model_says_the_same_again
         assert (again.cache, told(again.body)) == ("HIT", "one two three four five ")
 
 
+async def test_a_stream_that_was_given_up_goes_on_for_one_who_comes_back_later() -> None:
+    model = Model()
+    model.message, model.pause_after = lambda *_: {"content": "one two three four five"}, 3
+    model.pause.clear()
+    async with gateway(model, streams={"grace": 0.01}) as client:
+        async with client.stream("hello") as (_, chunks):
+            had = [await anext(chunks) for _ in range(3)]
+        await until(lambda: model.left == 1 and len(client.gateway.runtime.flights) == 0, "the call to be given up and kept")
+        model.pause.set()
+        rest = await stream(client, headers={"x-cache-offset": "3"})
+        assert rest.headers["x-cache-offset"] == "3"
+        assert told(b"".join(b"data: " + data + b"\n\n" for data in had) + rest.body) == "one two three four five "
+    assert len(model.asked) == 2
+
+
 async def test_an_interrupted_stream_ends_in_an_error_where_the_model_says_something_else() -> None:
     model = Model()
     model.cut_after = 6
