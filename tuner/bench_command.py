@@ -13,7 +13,9 @@ from rich.table import Table
 from experiments.bench.result import BenchResult
 from tuner.errors import CommandError
 
-NAMES = ("http", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors", "semantic-lookup")
+NAMES = (
+    "http", "gateway", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors", "semantic-lookup",
+)  # fmt: skip
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
 LIVE_TRACE = "elastic_apache.csv.gz"
 QUESTIONS = "banking77.csv.gz"
@@ -45,6 +47,10 @@ def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) ->
         from experiments.bench import http
 
         return [http.run(seconds)]
+    if name == "gateway":
+        from experiments.bench import gateway
+
+        return [gateway.run(gateway.Scale(seconds=seconds), say=say)]
     if name == "sim":
         from experiments.bench import environment, sim
 
