@@ -118,11 +118,11 @@ class GatewayReplica:
         return Gateway(self._settings, replica=replica, sink=RaySink())
 
 
-def application(settings: GatewaySettings) -> Application:
-    """Return the Ray Serve application."""
+def application(settings: GatewaySettings, replica: type[GatewayReplica] = GatewayReplica) -> Application:
+    """Return the Ray Serve application, of replicas of that class."""
     from ray import serve
 
-    ingress = serve.ingress()(GatewayReplica)
+    ingress = serve.ingress()(replica)
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=settings.replicas,
@@ -167,6 +167,7 @@ def start(
     metrics_interval: float = 1.0,
     num_cpus: int = 1,
     deadline: float = 60.0,
+    replica: type[GatewayReplica] = GatewayReplica,
 ) -> Iterator[Running]:
     """Start Ray, Ray Serve and the gateway on this machine, and end them all on leaving.
 
@@ -179,6 +180,7 @@ def start(
         metrics_interval: Seconds between two reports of metrics within Ray (its own default is 10).
         num_cpus: CPUs that Ray may give to tasks and actors other than the gateway.
         deadline: Seconds to wait for the first answer.
+        replica: What the replicas are, for tests that look into them.
 
     Raises:
         PortInUse: If the port is taken.
@@ -215,7 +217,7 @@ def start(
         stack.callback(_shutdown_serve)
         serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
         serve.run(
-            application(settings),
+            application(settings, replica),
             name=APPLICATION,
             route_prefix="/",
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
