@@ -14,7 +14,8 @@ from experiments.bench.result import BenchResult
 from tuner.errors import CommandError
 
 NAMES = (
-    "http", "gateway", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors", "semantic-lookup",
+    "http", "gateway", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors",
+    "semantic-lookup",
 )  # fmt: skip
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
 LIVE_TRACE = "elastic_apache.csv.gz"

@@ -59,10 +59,10 @@ class Scale:
     seconds: float = 12.0
     connections: int = 8
     rounds: int = 3
-    misses: int = 150
-    replays: int = 200
+    misses: int = 100
+    replays: int = 100
     bursts: int = 5
-    meanings: int = 150
+    meanings: int = 100
 
 
 def run(scale: Scale | None = None, litellm: Path | None = LITELLM_EXECUTABLE, *, say: Say = lambda text: None) -> BenchResult:
