@@ -36,8 +36,8 @@ def page() -> str:
         "Written by `python scripts/gateway_settings_doc.py > docs/gateway-settings.md` from `serving/settings.py`.",
         "",
         "They are the section `gateway` of the settings file (`cachepilot serve --config FILE`), and the whole file of",
-        "`serve run serving.app:build config=FILE`. Sizes are bytes, times are seconds; unknown keys are refused, and so are values",
-        "out of range, each by its name. Variables override the file: `CACHEPILOT_GATEWAY__UPSTREAM__BASE_URL=http://model:8000/v1`.",
+        "`serve run serving.app:build config=FILE`. Sizes are bytes, times are seconds; unknown keys and values out of range are",
+        "refused by their names. Variables override the file: `CACHEPILOT_GATEWAY__UPSTREAM__BASE_URL=http://model:8000/v1`.",
         "What they do together is in [gateway.md](gateway.md).",
     ]
     for section, model in sections(GatewaySettings):
