@@ -22,6 +22,7 @@ from rich.table import Table
 
 from tuner.evaluate_command import evaluate
 from tuner.policy_commands import policy_app
+from tuner.soak_command import soak
 
 app = typer.Typer(
     name="cachepilot",
@@ -36,6 +37,7 @@ trace_app = typer.Typer(help="Traces: what is in one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(policy_app, name="policy")
 app.command()(evaluate)
+app.command()(soak)
 
 out = Console()
 err = Console(stderr=True)

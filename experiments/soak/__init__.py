@@ -1,0 +1,1 @@
+"""The soak: the whole gateway for minutes, with everything around it failing, and every answer checked."""
