@@ -39,6 +39,7 @@ from serving.replies import (
     entry_id,
     error_event,
     respond,
+    resumed,
     saved_tokens,
 )
 from serving.runtime import Runtime
@@ -128,10 +129,11 @@ class Answering:
         """Answer with an entry; False where it cannot be given in the form that was asked for."""
         runtime, inbound = self._runtime, x.inbound
         asked = inbound.asked
-        if inbound.resume and not await self._continues(x, entry):
+        rest = await self._rest(x, entry) if inbound.resume else None
+        if inbound.resume and rest is None:
             inbound = replace(inbound, resume=0)
         plain = not asked.stream and entry.form == "json" and not inbound.fresh_id
-        body = entry.body if plain else self._renditions.body(entry, inbound)
+        body = rest if rest is not None else entry.body if plain else self._renditions.body(entry, inbound)
         if body is None:
             return False
         headers = [
@@ -149,19 +151,22 @@ class Answering:
         self._settle(x, entry)
         return True
 
-    async def _continues(self, x: Exchange, entry: Entry) -> bool:
-        """Whether the entry goes on where the client's stream broke off, as far as that is known."""
+    async def _rest(self, x: Exchange, entry: Entry) -> bytes | None:
+        """Return what a client that comes back does not have yet; None where that cannot be told: it gets the whole answer.
+
+        What it has are events of the stream that broke off, which may have been cut into events elsewhere than the entry.
+        """
         partial = await self._runtime.fetcher.partial(x.arm, x.inbound.fp.key)
         if partial is None:
-            return True
+            # Nobody had events of these numbers of an answer that came as JSON, unless from its replay, which is fast.
+            return None if entry.form == "json" else self._renditions.body(entry, x.inbound)
         stream = convert(entry.body, entry.form, stream=True, usage=True)
         try:
             going_on = Continuation(partial.body)
-            going_on.feed(stream or b"")
-            going_on.close()
+            whole = partial.body + going_on.feed(stream or b"") + going_on.close()
         except Diverged:
-            return False
-        return True
+            return None
+        return resumed(whole if x.inbound.asked.usage else recording.without_usage(whole), x.inbound)
 
     async def _forbid(self, x: Exchange) -> None:
         message = "there is no stored answer that may be served, and only-if-cached forbids to ask the model"
@@ -248,6 +253,8 @@ class Answering:
             ),
             *_passed(head),
         ]
+        if x.inbound.resume is not None:
+            headers.append((b"x-cache-offset", b"0"))
         if outcome == "collapsed" and flight.entry is not None and self._debug:
             headers.append(saved_tokens(flight.entry))
         await respond(x.send, head.status, headers, body)
