@@ -22,13 +22,13 @@ from tests.e2e.stack import Reply
 from tests.serving.gateways import Client, Model, before
 
 KEYS = {"acme": "a1", "beta": "b1"}
+PIN = ("How do I reset my card PIN?", "How can I reset my card PIN?")
 TEXTS = [f"What is {number} plus {number % 3}?" for number in range(12)] + [
-    "How do I reset my card PIN?",
-    "How can I reset my card PIN?",
+    *PIN,
     "How do I turn on the alarm?",
     "How do I turn off the alarm?",
 ]
-SAME = {"How can I reset my card PIN?": "How do I reset my card PIN?"}
+SAME = {PIN[1]: PIN[0]}
 """The one pair of questions that may share an answer, and does."""
 
 _load = functools.cache(serving.embedding._load)
@@ -77,14 +77,15 @@ class Asking:
         for _ in range(requests):
             await self.ask()
 
-    async def ask(self) -> None:
+    async def ask(self, text: str = "") -> None:
+        """Ask that question, or any of those that there are, in any way."""
         draw = self.draw
-        tenant = draw.choice(list(KEYS))
-        system = [{"role": "system", "content": draw.choice(("Be brief.", "Be kind."))}] * draw.randrange(2)
-        messages = [*system, {"role": "user", "content": draw.choice(TEXTS)}]
+        tenant = "acme" if text else draw.choice(list(KEYS))
+        system = [] if text else [{"role": "system", "content": draw.choice(("Be brief.", "Be kind."))}] * draw.randrange(2)
+        messages = [*system, {"role": "user", "content": text or draw.choice(TEXTS)}]
         asked = {"model": "m", "messages": messages, "user": tenant, "stream": draw.random() < 0.5}
         headers = {"authorization": f"Bearer {KEYS[tenant]}"}
-        if draw.random() < 0.1:
+        if not text and draw.random() < 0.1:
             headers["cache-control"] = draw.choice(("no-cache", "no-store", "max-age=1"))
         reply = await self.client.request("POST", "/v1/chat/completions", json=asked, headers=headers)
         if reply.status == 500:
@@ -102,14 +103,14 @@ async def test_with_everything_failing_no_answer_is_wrong_and_no_error_is_the_ga
     monkeypatch.setattr(serving.embedding, "_load", _load)
     model, gate = Failing(1), threading.Event()
     hashes = {name: [hashlib.sha256(key.encode()).hexdigest()] for name, key in KEYS.items()}
-    semantic = {"enabled": True, "threshold": 0.7, "deadline": 0.3}
+    semantic = {"enabled": True, "threshold": 0.7, "deadline": 60.0}
     with RedisServer(tmp_path) as first:
         settings: dict[str, Any] = {
             "redis_url": first.url,
             "redis_deadline": 0.1,
             "auth": {"required": True, "tenants": hashes},
             "rules": {"semantic": semantic, "l1_share": 0.1},
-            "arms": {"control": {"knobs": {"cache_size": 30_000, "ttl": 2.0}}},
+            "arms": {"control": {"knobs": {"cache_size": 30_000, "ttl": 20.0}}},
         }
         async with before(model, replicas=2, **settings) as clients:
             asking = [Asking(clients[number % 2], number) for number in range(8)]
@@ -117,6 +118,8 @@ async def test_with_everything_failing_no_answer_is_wrong_and_no_error_is_the_ga
             async def all_ask(requests: int) -> None:
                 await asyncio.gather(*(each.run(requests) for each in asking))
 
+            for text in PIN:
+                await asking[0].ask(text)
             await all_ask(10)
             first.__exit__(None, None, None)  # Redis is killed
             await all_ask(10)
@@ -126,6 +129,7 @@ async def test_with_everything_failing_no_answer_is_wrong_and_no_error_is_the_ga
                     embedder = client.gateway.runtime.meaning.embedder
                     assert embedder is not None
                     monkeypatch.setattr(embedder, "_encode", lambda texts: gate.wait(60.0))
+                    monkeypatch.setattr(embedder, "_deadline", 0.1)
                 await all_ask(10)
                 gate.set()
                 counted = [await client.metric('cachepilot_requests_total{arm="control",outcome="error"}') for client in clients]
