@@ -96,6 +96,15 @@ def test_the_settings_that_the_page_shows_are_valid() -> None:
         GatewaySettings.model_validate(yaml.safe_load(text)["gateway"])
 
 
+def test_links_within_the_pages_lead_to_headings() -> None:
+    def anchors(page: str) -> set[str]:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    for page, anchor in re.findall(r"\]\(([\w.-]*)#([\w-]+)\)", PAGE):
+        assert anchor in anchors(page or "gateway.md"), f"{page}#{anchor}"
+
+
 CASES = re.findall(
     r"^\| .* \| `([\w/.]+)` \| `(\w+)` \|$", (ROOT / "docs" / "gateway-cases.md").read_text(encoding="utf-8"), re.MULTILINE
 )
