@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import random
 import secrets
-import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,22 +26,19 @@ from experiments.soak.model import WatchedModel
 from experiments.soak.questions import TENANTS, Ask, Oracle, draw_ask
 from experiments.soak.replica import EMBEDDER_HANGS, FAULTS, STATE, SoakedReplica
 from experiments.soak.report import Memory, SoakReport
+from experiments.soak.stack import ARMS, FIRST_BYTE_SECONDS, NAMESPACE, RestartedRedis, environment, gateway_settings
 from experiments.soak.verdicts import FROM_CACHE, Ended, Reply, Verdict, judge
 from serving.config_store import ConfigStoreUnavailable, VersionConflict
 from serving.knobs import Knobs
 from serving.redis_config_store import RedisConfigStore
-from serving.redis_server import RedisServer
-from serving.settings import GatewaySettings, LlmSimSettings
+from serving.settings import LlmSimSettings
 from serving.sse import EventParser
 
-NAMESPACE = "soak"
-ARMS = ("control", "treatment")
 CLIENT_SECONDS = 45.0
 """How long a client waits for an answer; far longer than every deadline within the gateway together."""
 SETTLE_SECONDS = 45.0
 FLUSH_SECONDS = 4.0
 """How long after a flush no replica may answer any more with what it removed."""
-FIRST_BYTE_SECONDS = 3.0
 CYCLE_SECONDS = 60.0
 _STATES = 12
 
@@ -95,66 +90,19 @@ def run(options: SoakOptions, *, say: Callable[[str], None] = lambda _: None) ->
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="cp-soak-", dir="/tmp" if os.name == "posix" else None))
         )
-        stack.enter_context(_environment(FAULTS, str(folder)))
+        stack.enter_context(environment(FAULTS, str(folder)))
         # The server ends with the thread that started it: one that lives as long as the soak.
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="soak-redis"))
         redis = RestartedRedis(folder / "redis", thread)
         stack.callback(redis.end)
         model = stack.enter_context(WatchedModel(options.model()))
-        settings = _settings(model.base_url, redis.url, keys, admin)
+        settings = gateway_settings(model.base_url, redis.url, keys, admin)
         from serving.app import start
 
         say("starting the gateway ...")
         gateway = stack.enter_context(start(settings, deadline=180.0, replica=SoakedReplica))
         soak = Soak(options, gateway.url, keys, admin, model, redis, folder / EMBEDDER_HANGS, say)
         return asyncio.run(soak.run())
-
-
-class RestartedRedis:
-    """A private Redis that can be killed, frozen and started again at the same address.
-
-    Args:
-        directory: Its folder.
-        thread: One thread, with which it ends.
-    """
-
-    def __init__(self, directory: Path, thread: ThreadPoolExecutor) -> None:
-        self._directory, self._thread = directory, thread
-        self._server: RedisServer | None = None
-        self.start()
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        assert self._server is not None
-        return self._server.url
-
-    def start(self) -> None:
-        """Start it, empty."""
-        self._server = self._thread.submit(lambda: RedisServer(self._directory).__enter__()).result()
-
-    def kill(self) -> None:
-        """Kill it at once."""
-        self._signal(signal.SIGKILL)
-        self.end()
-
-    def freeze(self, frozen: bool) -> None:
-        """Stop it from answering, or let it go on."""
-        self._signal(signal.SIGSTOP if frozen else signal.SIGCONT)
-
-    def end(self) -> None:
-        """End it; harmless when it has ended."""
-        server, self._server = self._server, None
-        if server is not None:
-            if server.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(server.pid, signal.SIGCONT)
-            server.__exit__(None, None, None)
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._server is not None
-        assert self._server.pid is not None
-        os.kill(self._server.pid, number)
 
 
 @dataclass
@@ -585,53 +533,3 @@ _KEPT_KEYS = frozenset(("state", "desired", "applied", "audit", "leader", "accep
 
 _ONCE = frozenset(("FlightFeed._listen",))
 """Coroutines of which a replica begins one with its first request, and keeps it."""
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def _settings(model: str, redis: str, keys: dict[str, str], admin: str) -> GatewaySettings:
-    def hashed(key: str) -> str:
-        return hashlib.sha256(key.encode()).hexdigest()
-
-    knobs = {"cache_size": 128 << 10, "ttl": 10.0, "warmup_ratio": 0.2}
-    return GatewaySettings.model_validate(
-        {
-            "namespace": NAMESPACE,
-            "redis_url": redis,
-            "replicas": 2,
-            "port": 0,
-            "metrics_port": 0,
-            "arms": {arm: {"share": 1 / len(ARMS), "knobs": knobs} for arm in ARMS},
-            "space": {"min_size": 16 << 10, "max_size": 1 << 20, "min_ttl": 1.0, "max_ttl": 60.0},
-            "rules": {
-                "stale_while_revalidate": 1.0,
-                "stale_if_error": 10.0,
-                "semantic": {"enabled": True, "threshold": 0.8, "deadline": 0.5, "lsh": {"arms": True}},
-            },
-            "upstream": {
-                "base_url": model,
-                "timeout": 20.0,
-                "first_byte_timeout": FIRST_BYTE_SECONDS,
-                "idle_timeout": 10.0,
-                "retries": 1,
-                "backoff": 0.05,
-            },
-            "streams": {"grace": 0.5},
-            "auth": {
-                "required": True,
-                "tenants": {tenant: [hashed(key)] for tenant, key in keys.items()},
-                "admin": [hashed(admin)],
-            },
-        }
-    )

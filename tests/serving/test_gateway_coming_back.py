@@ -43,9 +43,8 @@ async def test_the_rest_of_a_stream_goes_on_to_its_end_where_the_answer_was_kept
         had = await beginning(client, model)
         assert (await client.ask("hello")).cache == "MISS"
         for usage in (False, True):
-            rest = await stream(
-                client, headers={"x-cache-offset": "3"}, **({"stream_options": {"include_usage": True}} if usage else {})
-            )
+            options: Any = {"stream_options": {"include_usage": True}} if usage else {}
+            rest = await stream(client, headers={"x-cache-offset": "3"}, **options)
             assert (rest.cache, rest.headers["x-cache-offset"]) == ("HIT", "3")
             assert told(had + rest.body) == TEXT
             assert rest.body.endswith(b"data: [DONE]\n\n")
