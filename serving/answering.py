@@ -228,7 +228,7 @@ class Answering:
                 return True
             body = await reader.body()
         except FlightFailed as error:
-            if not reader.leader:
+            if not reader.leader or (flight.taken_over and not isinstance(error.__cause__, Interrupted)):
                 return False
             await self._fail(x, found, _failure(error))
             return True

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from serving.continuation import Continuation
+from serving.recording import to_sse
 from serving.tiers.base import Entry, Form
 
 READ_STEP = 1 << 16
@@ -121,6 +122,7 @@ class Flight:
         self._timer: asyncio.TimerHandle | None = None
         self._resumed = False
         self._continuation: Continuation | None = None
+        self._json: bytearray | None = None
 
     # -- the producer's side -------------------------------------------------------------------------------------------------
 
@@ -132,6 +134,9 @@ class Flight:
         """
         if self.head is not None:
             if self._resumed and head.ok and head.form == self.head.form:
+                return
+            if self._resumed and head.ok and self.head.form == "sse":
+                self._json = bytearray()  # readers have a stream: the whole answer becomes one when it is here
                 return
             raise FlightFailed(f"flight: it had begun with status {self.head.status}; going on, it got {head.status}")
         self.head = head
@@ -148,6 +153,9 @@ class Flight:
         """
         if self.done or self.head is None:
             raise RuntimeError(f"flight: expected begin(), then append(), then finish(); got append() when {self.state}")
+        if self._json is not None:
+            self._json += chunk
+            return
         if self._continuation is not None:
             chunk = self._continuation.feed(chunk)
         if chunk:
@@ -164,7 +172,11 @@ class Flight:
 
         Raises:
             Diverged: As :meth:`append`.
+            ValueError: If the flight goes on as a stream, and this producer's answer is no completion.
         """
+        if self._json is not None and not self.done:
+            stream = to_sse(bytes(self._json), usage=True)
+            self._buffer += stream if self._continuation is None else self._continuation.feed(stream)
         if self._continuation is not None and not self.done:
             self._buffer += self._continuation.close()
         self._end("complete" if ok else "cut")
@@ -184,12 +196,17 @@ class Flight:
             FlightFailed: If too much has been read to compare, or the answer is not a stream.
         """
         self.origin = "upstream"
-        self._resumed = True
+        self._resumed, self._json = True, None
         if self.position == 0:
             return
         if self._base or self.head is None or self.head.form != "sse":
             raise FlightFailed("flight: its producer died, and what was read of it cannot be continued")
         self._continuation = Continuation(bytes(self._buffer))
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether another replica made it, or began to: what it failed of may be the sharing."""
+        return self._resumed or self.origin == "replica"
 
     def hold(self, held: bool) -> None:
         """Whether readers elsewhere wait for it: counts as a reader."""
