@@ -21,7 +21,7 @@ from serving.settings import LlmSimSettings
 TENANTS: Mapping[str, int] = {"acme": 40, "globex": 61, "initech": 83}
 """Tokens of an answer, by tenant."""
 
-SYSTEMS = ("", "", "", "", "Be brief.", "Be kind and answer in full sentences.")
+SYSTEMS = ("",) * 8 + ("Be brief.", "Be kind and answer in full sentences.")
 NAMESPACES = ("",) * 9 + ("drafts",)
 
 Directive = Literal["", "no-store", "no-cache", "max-age", "only-if-cached", "ttl", "threshold", "max-error", "tags"]
@@ -188,7 +188,7 @@ def draw_ask(draw: random.Random) -> Ask:
 def _question(draw: random.Random) -> Question:
     kind = draw.random()
     if kind < 0.6:
-        alike = _FIXED[int(len(_FIXED) * draw.random() ** 2)]
+        alike = _FIXED[int(len(_FIXED) * draw.random() ** 3)]
     elif kind < 0.8:
         popular = draw.random() < 0.6
         numbers = [draw.randrange(2, 5) if popular else draw.randrange(10, 100_000) for _ in range(2)]

@@ -34,7 +34,7 @@ from serving.redis_config_store import RedisConfigStore
 from serving.settings import LlmSimSettings
 from serving.sse import EventParser
 
-CLIENT_SECONDS = 45.0
+CLIENT_SECONDS = 60.0
 """How long a client waits for an answer; far longer than every deadline within the gateway together."""
 SETTLE_SECONDS = 45.0
 FLUSH_SECONDS = 4.0
@@ -52,7 +52,7 @@ class SoakOptions:
         clients: How many ask at the same time.
         pause: Mean time between an answer and a client's next request, seconds.
         seed: Of questions, faults and pauses.
-        failure_rate: Share of the model's calls that fail, hang or are cut; seven, one and two tenths of it.
+        failure_rate: Share of the model's calls that fail, hang or are cut; 14, 1 and 5 twentieths of it.
         max_growth: Most bytes by which a replica may grow from the first to the last third.
         command: What reproduces it, for the report.
     """
@@ -69,7 +69,7 @@ class SoakOptions:
         """Return the simulated model's settings."""
         rate = self.failure_rate
         return LlmSimSettings(
-            port=0, ttft=0.02, tpot=0.003, slots=64, failure_rate=0.7 * rate, hang_rate=0.1 * rate, cut_rate=0.2 * rate,
+            port=0, ttft=0.02, tpot=0.003, slots=64, failure_rate=0.7 * rate, hang_rate=0.05 * rate, cut_rate=0.25 * rate,
             fault_seed=self.seed,
         )  # fmt: skip
 
@@ -293,7 +293,7 @@ class Soak:
         for ask, reply, verdict in self._pending:
             assert verdict.excuse
             messages = [ask.messages(text) for text in ask.question.alike]
-            if not self._model.caused(messages, verdict.excuse, reply.began, reply.until, patience=0.8 * FIRST_BYTE_SECONDS):
+            if not self._model.caused(messages, verdict.excuse, reply.began, reply.until, patience=0.5 * FIRST_BYTE_SECONDS):
                 self._violation(verdict.violation, f"not the model's doing: {verdict.detail}", ask=ask, reply=reply)
 
     def _violation(self, name: str, detail: str, *, ask: Ask | None = None, reply: Reply | None = None, had: int = 0) -> None:
@@ -387,7 +387,7 @@ class Soak:
         period = min(12.0, self._options.seconds / 8)
         while await self._wait(self._draw.uniform(0.5, 1.5) * period):
             tenant = self._draw.choice(tenants)
-            where = self._draw.choice(({"tenant": tenant}, {"tenant": tenant}, {"tag": "seasonal"}, {"all": True}))
+            where: dict[str, Any] = self._draw.choice([{"tenant": tenant}] * 6 + [{"tag": "seasonal"}, {"all": True}])
             began = time.monotonic()
             status, _ = await self._administer("POST", "flush", where)
             if status == 200:
@@ -417,8 +417,8 @@ class Soak:
         while await self._wait(self._draw.uniform(0.5, 1.5) * period):
             knobs = {
                 arm: Knobs(
-                    self._draw.choice((16, 48, 128, 512)) << 10,
-                    self._draw.choice((1.0, 5.0, 30.0)),
+                    self._draw.choice((24, 64, 256, 512)) << 10,
+                    self._draw.choice((2.0, 15.0, 60.0)),
                     self._draw.choice((0.0, 0.2)),
                 )
                 for arm in ARMS

@@ -15,8 +15,8 @@ from serving.settings import GatewaySettings
 
 NAMESPACE = "soak"
 ARMS = ("control", "treatment")
-FIRST_BYTE_SECONDS = 3.0
-"""How long the gateway waits for the model's first byte."""
+FIRST_BYTE_SECONDS = 10.0
+"""How long the gateway waits for the model's first byte: longer than a busy machine keeps the model from answering."""
 
 
 class RestartedRedis:
@@ -93,7 +93,7 @@ def gateway_settings(model: str, redis: str, keys: Mapping[str, str], admin: str
     def hashed(key: str) -> str:
         return hashlib.sha256(key.encode()).hexdigest()
 
-    knobs = {"cache_size": 128 << 10, "ttl": 10.0, "warmup_ratio": 0.2}
+    knobs = {"cache_size": 128 << 10, "ttl": 30.0, "warmup_ratio": 0.2}
     return GatewaySettings.model_validate(
         {
             "namespace": NAMESPACE,
@@ -110,9 +110,9 @@ def gateway_settings(model: str, redis: str, keys: Mapping[str, str], admin: str
             },
             "upstream": {
                 "base_url": model,
-                "timeout": 20.0,
+                "timeout": 30.0,
                 "first_byte_timeout": FIRST_BYTE_SECONDS,
-                "idle_timeout": 10.0,
+                "idle_timeout": 15.0,
                 "retries": 1,
                 "backoff": 0.05,
             },

@@ -1,4 +1,4 @@
-"""A flight whose leader died goes on with an answer in another form; so does a gateway whose Redis dies while answers are shared."""
+"""A flight whose leader died goes on with an answer in another form, and so does a gateway whose Redis dies meanwhile."""
 
 from __future__ import annotations
 
