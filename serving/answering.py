@@ -232,7 +232,7 @@ class Answering:
                 return False
             await self._fail(x, found, _failure(error))
             return True
-        if not reader.leader and head.ok and flight.state != "complete":
+        if reader.shared and head.ok and flight.state != "complete":
             return False
         kind = (b"content-type", head.content_type.encode("latin-1"))
         recorded, form = body, head.form

@@ -111,3 +111,25 @@ async def test_one_who_follows_another_replica_in_another_form_gets_its_answer_w
 
 def _begun(client: Any) -> bool:
     return all(flight.head is not None for flight in client.gateway.runtime.flights._tasks)
+
+
+async def test_one_who_asks_for_json_does_not_get_the_half_of_a_stream_that_another_replica_got(
+    redis_url: str, namespace: str
+) -> None:
+    model = Model()
+    model.message = lambda *_: {"content": TEXT}
+    model.finish, model.done = None, False
+    model.pause.clear()
+    model.hold.clear()
+    async with before(model, replicas=2, redis_url=redis_url, namespace=namespace) as clients:
+        leading = asyncio.create_task(stream(clients[0]))
+        await until(lambda: len(model.asked) == 1, "the first to ask the model")
+        following = asyncio.create_task(clients[1].ask("hello"))
+        await until(lambda: len(clients[1].gateway.runtime.flights) == 1 and _begun(clients[1]), "the second to follow")
+        model.pause.set()
+        assert b"[DONE]" not in (await leading).body
+        await until(lambda: len(model.asked) == 2, "the second to ask for itself")
+        model.finish, model.done = "stop", True
+        model.hold.set()
+        reply = await following
+        assert reply.json["choices"][0]["message"]["content"] == TEXT
