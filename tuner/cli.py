@@ -230,7 +230,12 @@ def replay(
 
 @app.command()
 def bench(
-    which: Annotated[str, typer.Argument(help="http, sim, ghost, decision, ppo-update, fidelity, fidelity-live, or all")] = "all",
+    which: Annotated[
+        str,
+        typer.Argument(
+            help="http, gateway, sim, ghost, decision, ppo-update, fidelity, fidelity-live, semantic-errors, semantic-lookup, or all"
+        ),
+    ] = "all",
     traces: Annotated[Path | None, typer.Option(help="folder of the real traces; default: $CACHEPILOT_TRACES")] = None,
     seconds: Annotated[float, typer.Option(help="length of each HTTP measurement", min=1.0)] = 5.0,
     as_json: JsonOption = False,

@@ -10,6 +10,7 @@ whole of it, HTTP and embedding included.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import statistics
@@ -334,7 +335,10 @@ def _added(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def _ask_all(systems: Mapping[str, Connection], body: bytes, number: int) -> dict[str, Reply]:
     replies = {}
     for name in _turned(systems, number):
-        reply = systems[name].ask(body)
+        try:
+            reply = systems[name].ask(body)
+        except (OSError, http.client.HTTPException) as error:
+            raise RuntimeError(f"bench gateway: expected {name} to answer, got {type(error).__name__}: {error}") from error
         if reply.status != 200:
             raise RuntimeError(f"bench gateway: expected {name} to answer, got status {reply.status}: {reply.body[:200]!r}")
         replies[name] = reply

@@ -5,19 +5,20 @@ import json
 import pytest
 
 from experiments.bench import gateway
+from experiments.bench.result import BenchResult
 from experiments.bench.systems import CACHEPILOT, LITELLM
 from tests.requirements import module
 
 
 @pytest.fixture(scope="module")
-def measured() -> gateway.BenchResult:
+def measured() -> BenchResult:
     """Our gateway alone, on Ray Serve, with and without answers by meaning."""
     module("ray.serve")
     scale = gateway.Scale(seconds=1.0, connections=2, rounds=1, misses=4, replays=4, bursts=1, meanings=4)
     return gateway.run(scale, litellm=None)
 
 
-def test_every_number_of_the_gateway_is_measured_and_held_to_its_goal(measured: gateway.BenchResult) -> None:
+def test_every_number_of_the_gateway_is_measured_and_held_to_its_goal(measured: BenchResult) -> None:
     rows = {row["what"]: row for row in measured.rows}
     assert len(rows) == len(measured.rows)
     for row in measured.rows:
@@ -30,14 +31,14 @@ def test_every_number_of_the_gateway_is_measured_and_held_to_its_goal(measured: 
     assert "litellm was not measured" in measured.note
 
 
-def test_a_stream_is_replayed_to_the_byte_and_identical_misses_are_one_call(measured: gateway.BenchResult) -> None:
+def test_a_stream_is_replayed_to_the_byte_and_identical_misses_are_one_call(measured: BenchResult) -> None:
     rows = {row["what"]: row for row in measured.rows}
     replayed, identical = rows["replayed stream"], rows["20 identical misses"]
     assert (replayed[gateway.MODEL], replayed[CACHEPILOT], replayed["met"]) == (34, 34, "yes")
     assert (identical[CACHEPILOT], identical["met"]) == (1, "yes")
 
 
-def test_questions_in_other_words_are_answered_by_meaning(measured: gateway.BenchResult) -> None:
+def test_questions_in_other_words_are_answered_by_meaning(measured: BenchResult) -> None:
     assert "4 of 4 questions in other words were answered by meaning" in measured.note
 
 
