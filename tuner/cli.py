@@ -233,7 +233,7 @@ def bench(
     which: Annotated[
         str,
         typer.Argument(
-            help="http, gateway, sim, ghost, decision, ppo-update, fidelity, fidelity-live, semantic-errors, semantic-lookup, or all"
+            help="http, gateway, sim, ghost, decision, ppo-update, fidelity, fidelity-live, semantic-errors, semantic-lookup, all"
         ),
     ] = "all",
     traces: Annotated[Path | None, typer.Option(help="folder of the real traces; default: $CACHEPILOT_TRACES")] = None,
