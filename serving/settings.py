@@ -90,6 +90,7 @@ class GuardSettings(Settings):
         negation: The same negations.
         polarity: The same of opposite words: on or off, with or without, before or after.
         entities: The same named entities.
+        words: More in common than all but one word, unless the two words mean the same.
         order: The same order of what is compared or moved: "from A to B" is not "from B to A".
         edit_distance: Greatest edit distance over the longer text's length, 0..1; null: not looked at.
     """
@@ -98,6 +99,7 @@ class GuardSettings(Settings):
     negation: bool = True
     polarity: bool = True
     entities: bool = True
+    words: bool = True
     order: bool = True
     edit_distance: Share | None = None
 

@@ -20,7 +20,7 @@ _LITERAL = re.compile(
     | \b[A-Za-z][A-Za-z0-9+.-]*://\S*[\w/] | \bwww\.\S*\w | \b[\w.+-]+@[\w-]+\.\w[\w.]*     # addresses
     | (?<![\w-])--?[A-Za-z][\w-]* | (?<!\w)[@\#$~]\w*[^\W\d]\w*                           # options, tags, variables
     | (?<![\w.])(?:[\w.~]*/){2,}[\w.]* | (?<!\w)[~.]?/[\w.]+                                # paths
-    | \b[A-Za-z](?:\+\+|\#) | \b\w+(?:\.\w+)*\(\)                                          # C++, C#, calls
+    | \b[A-Za-z](?:\+\+|\#) | \b\w+(?:\.\w+)*\((?:[^(),]*(?:,[^(),]*)+)?\)                 # C++, C#, calls
     | \b[^\W\d]+(?:_\w*|::\w+)+ | \b_+\w+ | \b[^\W\d_]+(?:\.[a-z]\w*)+                     # identifiers
     | \b[a-z]+[A-Z]\w*
     """,
@@ -71,7 +71,8 @@ class Reading:
         poles: Class of opposites -> the poles named.
         asks: Kinds of answers that are asked for.
         names: Names that are known as such, and words that their capitals make names.
-        letters: Words of a single letter, in order.
+        letters: Words of a single letter that can only be names, in order.
+        singles: All words of a single letter, in order: beside others an "a" may be a name as well.
         spelled: All words, in small letters.
         words: All words but articles, question words and forms of to be and to do, as stems, in order.
         pronouns: Who does what to whom, where it is not named, in order.
@@ -94,6 +95,7 @@ class Reading:
     asks: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     letters: list[str] = field(default_factory=list)
+    singles: list[str] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
     words: list[str] = field(default_factory=list)
     pronouns: list[str] = field(default_factory=list)
@@ -370,6 +372,8 @@ class _Reader:
         letter = len(base) == 1 and (base not in "aisu" or (token == "A" and not self._fresh))
         if letter:
             reading.letters.append(base)
+        if len(base) == 1 and token != "I":
+            reading.singles.append(base)
         if not counted and (letter or not word.bare):
             reading.words.append(word.stem)
         if word.pronoun:
