@@ -23,6 +23,9 @@ from serving.settings import UpstreamSettings
 from serving.turns import Overloaded, Turns
 
 JSON = "application/json"
+IDLE_SECONDS = 4.0
+"""How long an idle connection is kept: shorter than the servers of models keep it (uvicorn, and so vLLM: 5 s), since a call that
+is sent as the server closes the connection is lost, and its second try may meet another such connection."""
 MOST_TOKENS = 2**32 - 1
 """No call bills more; a larger count is not one."""
 
@@ -107,7 +110,7 @@ class Upstream:
         """Open the pool; nothing is sent yet."""
         # The other deadlines are ours: aiohttp's do not know a first byte. limit=0: the turns decide how many calls run at once.
         timeout = aiohttp.ClientTimeout(total=None, connect=self._settings.connect_timeout)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True)
 
     async def close(self) -> None:
