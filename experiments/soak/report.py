@@ -95,7 +95,7 @@ class SoakReport:
         faults = sum(count for kind, count in self.upstream.items() if kind in ("error", "cut", "silent"))
         calls = max(1, sum(self.upstream.values()))
         named = {
-            "wrong answers": ("wrong_answer", "wrong_entry", "incomplete_hit", "wrong_offset"),
+            "wrong answers": ("wrong_answer", "wrong_entry", "incomplete_answer", "wrong_offset"),
             "5xx that the model did not cause": ("server_error",),
             "broken streams and bodies that neither model nor client caused": (
                 "broken_stream",

@@ -195,7 +195,7 @@ def _judge_words(ask: Ask, reply: Reply, oracle: Oracle, before: bytes) -> Verdi
         return Verdict("left")
     what = f"a stream ended after {len(said.text)} of {len(right[0].text)} characters; error event: {said.error}"
     if reply.label in FROM_CACHE:
-        return Verdict(reply.label, "incomplete_hit", what)
+        return Verdict(reply.label, "incomplete_answer", what)
     code = (said.error or {}).get("code")
     return Verdict("upstream cut", "broken_stream", what, "left" if code == "upstream_timeout" else "cut")
 
@@ -210,11 +210,8 @@ def _judge_json(ask: Ask, reply: Reply, oracle: Oracle, texts: tuple[str, ...]) 
         if reply.label not in FROM_CACHE and any(oracle.whole(ask, each).startswith(reply.body) for each in texts):
             return Verdict("upstream cut", "broken_json", f"{len(reply.body)} bytes of an answer", "cut")
         return Verdict(reply.label, "broken_json", f"{type(error).__name__}: {reply.body[:200]!r}")
-    if finish is None:
-        # A client that asked for JSON where the call under way, a stream, was cut by the model: it can tell by finish_reason.
-        if reply.label not in FROM_CACHE and any(answer.text.startswith(text) for answer in right):
-            return Verdict("upstream cut", "broken_json", f"finish_reason null after {len(text)} characters", "cut")
-        return Verdict(reply.label, "incomplete_hit", f"finish_reason null after {len(text)} characters")
+    if finish is None:  # half of a stream is no answer to one who did not ask for a stream
+        return Verdict(reply.label, "incomplete_answer", f"finish_reason null after {len(text)} characters")
     if text not in [answer.text for answer in right]:
         return Verdict(reply.label, "wrong_answer", _differs(text, right[0].text))
     if usage not in [answer.usage() for answer in right]:

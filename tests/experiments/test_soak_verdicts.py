@@ -78,6 +78,8 @@ def test_a_cut_answer_is_the_models_fault_if_that_is_so_and_never_a_hit() -> Non
         assert hit.excuse == ""
         assert judge(ask, replace(cut, ended="broken"), ORACLE).violation == "broken_connection"
     whole = reply(STREAM)
+    half = ORACLE.whole(ASK, ON.text).replace(b'"finish_reason":"stop"', b'"finish_reason":null')
+    assert judge(ASK, reply(ASK, label="MISS", body=half), ORACLE).violation == "incomplete_answer"
     left = replace(whole, ended="left", body=whole.body[: sse.events(whole.body)[0].end])
     assert judge(STREAM, left, ORACLE).counted == "left"
     assert judge(STREAM, replace(left, body=left.body.replace(b'"content":"', b'"content":"no')), ORACLE).violation
