@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,10 @@ _COLUMNS = (
     "row", "seeds", "IQM", "95 % interval", "mean", "P(better)", "worst case", "of best static", "of mid-grid", "gap closed",
     "hits",
 )  # fmt: skip
+_NARROW = ("row", "IQM", "95 % interval", "worst case", "of best static")
+
+WIDTH = 150
+"""Columns of text that all columns of the tables need."""
 
 
 def evaluate(
@@ -93,7 +98,9 @@ def evaluate(
         told = {name: None if path is None else str(path.resolve()) for name, path in pages.items()}
         sys.stdout.write(json.dumps({**report(found), **told}, indent=2, allow_nan=False) + "\n")
         return
-    for table in tables(found):
+    if not out.is_terminal:
+        out.width = max(out.width, WIDTH)  # nobody's window: a file or a pipe takes what the tables need
+    for table in tables(found, narrow=out.width < WIDTH):
         out.print(table)
     for words in found.left_out:
         out.print(f"left out: {words}", markup=False, highlight=False, soft_wrap=True)
@@ -139,11 +146,12 @@ def report(found: Any) -> dict[str, Any]:
     }
 
 
-def tables(found: Any) -> Iterator[Table]:
+def tables(found: Any, *, narrow: bool = False) -> Iterator[Table]:
     """Return a table for each suite, and one of the targets.
 
     Args:
         found: An :class:`experiments.evaluation_results.Results`.
+        narrow: Whether only the columns are shown that fit into a window of 80 columns.
     """
     from experiments.evaluate_page import row_line
     from experiments.evaluation_summary import learned_label, summarise
@@ -154,10 +162,11 @@ def tables(found: Any) -> Iterator[Table]:
         table = Table(
             title=f"{summary.name}: {len(summary.cases)} cases; cost over {found.settings.roles.reference}'s on the same requests"
         )
-        for column in _COLUMNS:
+        shown = [column in _NARROW or not narrow for column in _COLUMNS]
+        for column in compress(_COLUMNS, shown):
             table.add_column(column, justify="left" if column in ("row", "worst case") else "right", overflow="fold")
         for row in summary.rows:
-            table.add_row(*map(escape, row_line(row)), style="bold" if row.row.label == label else "")
+            table.add_row(*map(escape, compress(row_line(row), shown)), style="bold" if row.row.label == label else "")
         yield table
     table = Table(title=f"targets, about {label or 'no row: none was learned'}")
     for column in ("target", "threshold", "measured", "interval", "", "of what"):

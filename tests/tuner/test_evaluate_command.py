@@ -118,3 +118,14 @@ def test_files_that_cannot_be_written_are_told_before_the_work(
     assert "expected two files" in refused("--config", config, "--output", both, "--results", both)
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
     assert "writing there is not permitted" in refused("--config", config, "--output", tmp_path / "page.html")
+
+
+def test_a_narrow_window_shows_fewer_columns_than_a_pipe(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept.json"
+    monkeypatch.setenv("COLUMNS", "80")
+    piped = run("--results", kept, "mid-grid static", "smoothed curve")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    narrow = run("--from", kept)
+    assert "IQM" in narrow
+    assert "gap closed" in piped
+    assert "gap closed" not in narrow
