@@ -270,6 +270,8 @@ def _metrics_targets() -> list[str]:
 def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
     common = {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray runs its workers at nice 15: on a machine that does anything else, answers come late.
+        "RAY_worker_niceness": "0",
         # A proxy that is not ready within 5 s (Ray's default) is killed, and the start fails with it: busy machines take longer.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Nothing here blocks the event loop, and a second thread per replica costs a hand-over per message.
