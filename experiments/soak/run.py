@@ -482,7 +482,10 @@ class Soak:
         return leaks
 
     async def _leaks(self, first: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        states = await self._states()
+        try:
+            states = await self._states()
+        except RuntimeError as error:
+            return {"replicas": str(error)}
         leaks: dict[str, Any] = {}
         if set(states) != set(first):
             leaks["replicas"] = f"{sorted(states)}, at the start {sorted(first)}"
