@@ -193,13 +193,13 @@ class Answering:
             with runtime.flights.start(arm, fp.key, producer, settle=settle) as reader:
                 await self._give(x, found, call, reader, offset=0)
             return
+        partial = await fetcher.partial(arm, fp.key) if inbound.resume else None
         flight = runtime.flights.find(arm, fp.key, since=x.began)
         if flight is None and searched and not inbound.resume:
             accept = runtime.meaning.alike(asked, found.vector)
             flight = runtime.flights.near(arm, fp.context, accept, since=x.began) if accept is not None else None
         offset = inbound.resume or 0
         if flight is None and inbound.resume:
-            partial = await fetcher.partial(arm, fp.key)
             if partial is None:
                 offset = 0  # nobody knows what the client has: it gets all of the new answer
             else:
@@ -209,12 +209,15 @@ class Answering:
             context=fp.context if found.vector else b"", about=(fp.text, found.vector) if found.vector else None,
         )  # fmt: skip
         with reader:
-            given = await self._give(x, found, call, reader, offset=offset if reader.leader else inbound.resume or 0)
+            offset = offset if reader.leader else inbound.resume or 0
+            given = await self._give(x, found, call, reader, offset=offset, partial=partial)
         if not given:  # it was the answer to somebody else, for reasons of his own
             with runtime.flights.start(arm, fp.key, producer, settle=settle) as reader:
                 await self._give(x, found, call, reader, offset=0)
 
-    async def _give(self, x: Exchange, found: Lookup, call: Call, reader: Reader, *, offset: int) -> bool:
+    async def _give(
+        self, x: Exchange, found: Lookup, call: Call, reader: Reader, *, offset: int, partial: Entry | None = None
+    ) -> bool:
         """Pass a flight's answer on; False, and nothing sent, where it was another client's and is not for this one."""
         asked, flight = x.inbound.asked, reader.flight
         try:
@@ -224,6 +227,9 @@ class Answering:
             # Whether tools are called is known at the end only, and then it may be that the answer is not to be shared.
             live = reader.leader or not x.inbound.calls_tools or self._runtime.settings.admission.tool_calls
             if asked.stream and head.ok and head.form == "sse" and live:
+                # What the client has may be of the stream that broke off: events of another answer are no rest of it.
+                if offset and partial is not None and not await reader.begins_with(partial.body):
+                    offset = 0
                 await self._relay(x, found, call, reader, head, offset)
                 return True
             body = await reader.body()

@@ -355,6 +355,17 @@ class Reader:
             await flight.news()
         return flight.head
 
+    async def begins_with(self, beginning: bytes) -> bool:
+        """Wait until it is known whether the answer begins with these bytes; False where its beginning is no longer kept."""
+        flight = self.flight
+        while True:
+            body = flight.body
+            if body is None or body.startswith(beginning):
+                return body is not None
+            if flight.done or not beginning.startswith(body):
+                return False
+            await flight.news()
+
     async def read(self, offset: int = 0) -> AsyncIterator[bytes]:
         """Yield the answer's bytes from an offset as they come, at most :data:`READ_STEP` at once, to its end.
 

@@ -79,3 +79,29 @@ async def test_one_who_comes_back_while_the_answer_is_under_way_as_json_is_told_
         model.hold.set()
         assert told(joined(had, await coming)) == TEXT
         assert (await other).json["choices"][0]["message"]["content"] == TEXT
+
+
+async def test_one_who_comes_back_while_another_answer_is_under_way_is_not_given_that_ones_rest() -> None:
+    model = Model()
+    model.message = lambda number, _: {"content": f"one{number} two{number} three{number} four{number} five{number}"}
+    async with gateway(model) as client:
+        model.cut_after = 4
+        had = events((await stream(client)).body)[:3]
+        model.cut_after = None
+        model.pause.clear()
+        model.pause_after = 5
+        other = asyncio.create_task(stream(client))
+        await until(lambda: len(model.asked) == 2, "the other to ask")
+        coming = asyncio.create_task(stream(client, headers={"x-cache-offset": "3"}))
+        name = 'cachepilot_cacheable_lookups_total{arm="control"}'
+
+        async def come() -> bool:
+            return await client.metric(name) >= 3
+
+        await until(come, "the client to have come back")
+        model.pause.set()
+        rest = await coming
+        assert len(had) == 3
+        assert rest.headers["x-cache-offset"] == "0"
+        assert rest.body == (await other).body
+        assert told(rest.body) == "one2 two2 three2 four2 five2 "
