@@ -85,6 +85,7 @@ class Upstream:
     def __init__(self, settings: UpstreamSettings, *, draw: Callable[[], float] = random.random) -> None:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
+        self._again: aiohttp.ClientSession | None = None
         self._allowed = frozenset(name.encode("latin-1") for name in settings.forward_headers)
         self._turns = Turns(settings.max_inflight, settings.max_waiting, settings.max_wait)
         self._retry = RetryRules(settings.retries, settings.backoff, settings.max_backoff)
@@ -112,12 +113,16 @@ class Upstream:
         timeout = aiohttp.ClientTimeout(total=None, connect=self._settings.connect_timeout)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True)
+        # A server that closes one idle connection closes the others as well: a second try gets a connection of its own.
+        fresh = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._again = aiohttp.ClientSession(connector=fresh, timeout=timeout, auto_decompress=True)
 
     async def close(self) -> None:
         """Close the pool."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions, self._session, self._again = (self._session, self._again), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     def forwarded(self, headers: Iterable[tuple[bytes, bytes]], *, credentials: bool = True) -> dict[str, str]:
         """Return the headers to send upstream for a client's request.
@@ -204,7 +209,7 @@ class Upstream:
         while True:
             tried += 1
             try:
-                response, first = await self._try(method, path, body, headers, deadline)
+                response, first = await self._try(method, path, body, headers, deadline, again=tried > 1)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 failed = self._failure(error, self._settings.first_byte_timeout)
                 wait = self._retry.wait(tried, self._draw()) if failed.status != 504 else None
@@ -222,11 +227,11 @@ class Upstream:
             await asyncio.sleep(wait)
 
     async def _try(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], deadline: float
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], deadline: float, *, again: bool
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         async with asyncio.timeout(_within(self._settings.first_byte_timeout, deadline)):
             # A redirect is passed on: followed, it could take the credentials to another host.
-            response = await self._open_session().request(
+            response = await self._open_session(again).request(
                 method, self._settings.base_url + path, data=body, headers=dict(headers), allow_redirects=False
             )
             try:
@@ -246,10 +251,11 @@ class Upstream:
                 failed = self._failure(error, self._settings.idle_timeout, begun=True)
                 raise Interrupted(failed, orjson.loads(failed.body)["error"]["message"]) from error
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open_session(self, again: bool = False) -> aiohttp.ClientSession:
+        session = self._again if again else self._session
+        if session is None:
             raise RuntimeError("upstream: open() was not awaited, or it is closed")
-        return self._session
+        return session
 
     def _failure(self, error: BaseException, limit: float | None, *, begun: bool = False) -> UpstreamAnswer:
         base = self._settings.base_url
