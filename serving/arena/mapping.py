@@ -1,0 +1,168 @@
+"""The file of an arena: made at once or not at all, readable by its owner alone, mapped by every process that uses it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from serving.arena.layout import H_RESERVED, H_SUM, H_TOP, UNIT, VERSION, ArenaError, Geometry, Words
+
+STEP = 1 << 20
+"""Bytes for which memory is reserved at a time: a file that has none where it is written to ends the process."""
+
+_USERS = struct.Struct("hhqqi4x")  # struct flock
+_log = logging.getLogger(__name__)
+
+
+class Mapping:
+    """An opened arena.
+
+    Attributes:
+        path: Of the file.
+        geometry: Where its parts are.
+        words: All of it, shape (bytes / 8,).
+        descriptor: Of the file; its ``flock`` is the right to write.
+
+    Args:
+        path: The file; it is made if it is not there. ``/dev/shm``, a hugepage mount or a DAX device's file system.
+        size: Bytes of a file that is made. An existing one of another size is replaced, unless others use it.
+        entry_bytes: What entries are expected to have on average; sets the number of buckets of a file that is made.
+
+    Raises:
+        ArenaError: If it cannot be opened or made, is of another layout, or not this user's alone.
+    """
+
+    def __init__(self, path: str | Path, size: int, *, entry_bytes: int = 1024) -> None:
+        self.path = str(path)
+        planned = Geometry.plan(size, entry_bytes, secrets.randbits(62) | 1)
+        for _ in range(10):
+            descriptor = self._open()
+            if descriptor is None:
+                self._make(planned)
+                continue
+            try:
+                found = os.fstat(descriptor)
+                self._check_owner(found)
+                kept = self._geometry(descriptor, found.st_size)
+                if kept.bytes != planned.bytes and _lock(descriptor, fcntl.F_WRLCK):
+                    self._make(planned, over=True)
+                    os.close(descriptor)
+                    continue
+                if not _lock(descriptor, fcntl.F_RDLCK) or not self._is(found):
+                    os.close(descriptor)  # replaced meanwhile
+                    continue
+                if kept.bytes != planned.bytes:
+                    _log.warning("arena %s: others use it with %d bytes; so does this one", self.path, kept.bytes)
+                self.geometry = kept
+                self.descriptor = descriptor
+                self._map = mmap.mmap(descriptor, kept.bytes)
+            except BaseException:
+                with suppress(OSError):
+                    os.close(descriptor)
+                raise
+            self.words: Words = np.frombuffer(self._map, np.int64)
+            return
+        raise ArenaError(f"arena {self.path}: it was replaced each time it was opened; does another program use the path?")
+
+    def reserve(self) -> bool:
+        """Reserve memory for the next part of the file; whether there was some. Under the lease."""
+        begin = int(self.words[H_RESERVED]) * UNIT
+        count = min(STEP, self.geometry.bytes - begin)
+        if count <= 0:
+            return False
+        try:
+            os.posix_fallocate(self.descriptor, begin, count)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+                raise
+            return False
+        self.words[H_RESERVED] = (begin + count) // UNIT
+        return True
+
+    def close(self) -> None:
+        """Unmap it; the file stays, with all that is in it."""
+        self.words = np.zeros(0, np.int64)
+        with suppress(BufferError):  # somebody still has the words: unmapped when they are gone
+            self._map.close()
+        os.close(self.descriptor)
+
+    def _open(self) -> int | None:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ArenaError(
+                f"arena {self.path}: cannot be opened ({error.strerror}); expected a file of this user, or none: remove it, "
+                "or set another path"
+            ) from error
+
+    def _check_owner(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ArenaError(
+                f"arena {self.path}: expected a regular file of user {os.geteuid()} with mode 0600, found one of user "
+                f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}: others could read or forge answers; remove it, or "
+                "set another path"
+            )
+
+    def _geometry(self, descriptor: int, size: int) -> Geometry:
+        head = os.pread(descriptor, 8 * (H_SUM + 1), 0)
+        return Geometry.read(np.frombuffer(head.ljust(8 * (H_SUM + 1), b"\0"), np.int64), self.path, size)
+
+    def _is(self, found: os.stat_result) -> bool:
+        try:
+            now = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino)
+
+    def _make(self, planned: Geometry, *, over: bool = False) -> None:
+        """Make the file beside its place and move it there whole."""
+        scratch = f"{self.path}.{os.getpid()}.{secrets.token_hex(4)}"
+        start = planned.values * UNIT
+        try:
+            descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ArenaError(
+                f"arena {self.path}: cannot be made ({error.strerror}); set a path that can be written to"
+            ) from error
+        try:
+            os.ftruncate(descriptor, planned.bytes)
+            os.posix_fallocate(descriptor, 0, start)
+            os.pwrite(descriptor, planned.header().tobytes(), 0)
+            for word in (H_TOP, H_RESERVED):
+                os.pwrite(descriptor, planned.values.to_bytes(8, "little"), word * 8)
+            if over:
+                os.rename(scratch, self.path)
+            else:
+                with suppress(FileExistsError):  # another process was faster
+                    os.link(scratch, self.path)
+        except OSError as error:
+            free = os.statvfs(Path(self.path).parent)
+            raise ArenaError(
+                f"arena {self.path}: {planned.bytes} bytes cannot be made ({error.strerror}): expected {start} bytes free to "
+                f"begin with, found {free.f_bavail * free.f_frsize}; make it smaller, or mount a larger file system"
+            ) from error
+        finally:
+            os.close(descriptor)
+            with suppress(FileNotFoundError):
+                os.unlink(scratch)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock the file as one of its users, or as the only one; whether that was possible. Independent of its ``flock``."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _USERS.pack(kind, os.SEEK_SET, VERSION, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,188 @@
+"""Reading an arena without locks: whatever writers do meanwhile, or leave undone, a reader gets a whole entry or none.
+
+A reader copies a record out before it looks at it, and believes the copy alone: its key, its length and its checksum. A record
+that was overwritten while it was copied is looked for again. The one thing that readers write is the bit that says that an entry
+was used.
+"""
+
+from __future__ import annotations
+
+from serving.arena.atomic import fence, load, set_bits
+from serving.arena.layout import (
+    BUCKET_UNITS,
+    KEY_WORDS,
+    KEYS,
+    MISS,
+    P_BUCKETS,
+    P_EPOCH,
+    P_FOUND,
+    P_INDEX,
+    P_KEY,
+    P_KEYS,
+    P_RECORD,
+    P_UNITS,
+    R_KEY,
+    R_LINKS,
+    R_PAYLOAD,
+    R_SUM,
+    SLOTS,
+    TORN,
+    UNIT_WORDS,
+    Words,
+    checksum,
+    digest,
+    digest_tag,
+    home_bucket,
+    other_bucket,
+    record_arm,
+    record_length,
+    same_record,
+    slot_at,
+    slot_tag,
+    slot_units,
+)
+from serving.compiled import compiled
+
+ATTEMPTS = 16
+"""How often an entry that changes while it is read is looked for."""
+
+LARGER = -16
+"""Results below: the record has so many words more than that, and the private array is too short for it."""
+
+_BUCKET_WORDS = BUCKET_UNITS * UNIT_WORDS
+
+
+@compiled("int64(int64[::1], int64)", allocates=False)
+def bucket_word(private: Words, bucket: int) -> int:
+    """Return the first word of a bucket: its state, with the slots behind it."""
+    return private[P_INDEX] * UNIT_WORDS + bucket * _BUCKET_WORDS  # type: ignore[no-any-return]
+
+
+@compiled("int64(int64)", allocates=False)
+def overflowed(state: int) -> int:
+    """Return how many entries of the bucket are in their other one, by its state."""
+    return (state >> 8) & 0xFFFFFF
+
+
+@compiled("boolean(int64[::1], int64)", allocates=False)
+def points_inside(private: Words, slot: int) -> bool:
+    """Whether the slot points to where a record can be."""
+    at, units = slot_at(slot), slot_units(slot)
+    return bool(units >= 2 and at > private[P_INDEX] and at + units <= private[P_UNITS])
+
+
+@compiled("int64(int64[::1], int64[::1], int64, int64)", allocates=False)
+def copy_record(words: Words, private: Words, slot: int, arm: int) -> int:
+    """Copy the record of a slot into the private array and check it there.
+
+    Returns:
+        Bytes of its payload; :data:`MISS` if it is another one, :data:`TORN` if it is not whole, below :data:`LARGER` if it does
+        not fit.
+    """
+    record = slot_at(slot) * UNIT_WORDS
+    if not same_record(words, record, private, arm):
+        return MISS
+    length = record_length(words, record)
+    count = R_PAYLOAD + (length + 7) // 8
+    if count > slot_units(slot) * UNIT_WORDS:
+        return TORN
+    if P_RECORD + count > len(private):
+        return LARGER - count
+    for number in range(count):
+        private[P_RECORD + number] = words[record + number]
+    fence()
+    if not same_record(private, P_RECORD, private, arm) or record_length(private, P_RECORD) != length:
+        return TORN
+    total = checksum(private, P_RECORD + 1, P_RECORD + R_LINKS, P_RECORD + count, private[P_EPOCH])
+    return length if total == private[P_RECORD + R_SUM] else TORN
+
+
+@compiled("int64(int64[::1], int64[::1], int64, boolean)", allocates=False)
+def find(words: Words, private: Words, arm: int, touch: bool) -> int:
+    """Look for the entry of an arm whose key is in the private array, and copy it there.
+
+    Returns:
+        Bytes of the payload, from word ``P_PAYLOAD`` of the private array; else as :func:`copy_record`.
+    """
+    value = digest(private[P_KEY], arm)
+    tag = digest_tag(value)
+    for _ in range(ATTEMPTS):
+        torn = False
+        bucket = home_bucket(value, private[P_BUCKETS])
+        for turn in range(2):
+            base = bucket_word(private, bucket)
+            for number in range(1, SLOTS + 1):
+                slot = load(words, base + number)
+                if slot == 0 or slot_tag(slot) != tag or not points_inside(private, slot):
+                    continue
+                found = copy_record(words, private, slot, arm)
+                if found >= 0:
+                    if touch and (load(words, base) >> number) & 1 == 0:
+                        set_bits(words, base, 1 << number)
+                    return found
+                if found < LARGER:
+                    return found
+                if found == TORN:
+                    torn = True
+            if turn == 1 or overflowed(load(words, base)) == 0:
+                break
+            bucket = other_bucket(value, private[P_BUCKETS])
+        if not torn:
+            return MISS
+    return TORN
+
+
+@compiled("int64(int64[::1], int64[::1], int64)", allocates=False)
+def locate(words: Words, private: Words, arm: int) -> int:
+    """Return the word of the slot of the entry whose key is in the private array, unchecked; 0 where there is none."""
+    value = digest(private[P_KEY], arm)
+    tag = digest_tag(value)
+    bucket = home_bucket(value, private[P_BUCKETS])
+    for turn in range(2):
+        base = bucket_word(private, bucket)
+        for number in range(1, SLOTS + 1):
+            slot = load(words, base + number)
+            if slot == 0 or slot_tag(slot) != tag or not points_inside(private, slot):
+                continue
+            if same_record(words, slot_at(slot) * UNIT_WORDS, private, arm):
+                return base + number
+        if turn == 1 or overflowed(load(words, base)) == 0:
+            break
+        bucket = other_bucket(value, private[P_BUCKETS])
+    return 0
+
+
+@compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
+def mark_used(words: Words, private: Words, arm: int) -> bool:
+    """Set the bit that says that the entry was used; whether it is there."""
+    at = locate(words, private, arm)
+    if at == 0:
+        return False
+    number = (at - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS
+    if (load(words, at - number) >> number) & 1 == 0:
+        set_bits(words, at - number, 1 << number)
+    return True
+
+
+@compiled("int64(int64[::1], int64[::1], int64, int64)", allocates=False)
+def collect(words: Words, private: Words, arm: int, bucket: int) -> int:
+    """Collect the keys of an arm from a bucket on; ``P_FOUND`` says how many.
+
+    Returns:
+        The bucket to go on with; the number of buckets at the end.
+    """
+    count = 0
+    while bucket < private[P_BUCKETS] and count + SLOTS <= KEYS:
+        base = bucket_word(private, bucket)
+        for number in range(1, SLOTS + 1):
+            slot = load(words, base + number)
+            if slot == 0 or not points_inside(private, slot):
+                continue
+            record = slot_at(slot) * UNIT_WORDS
+            if record_arm(words, record) == arm:
+                for part in range(4):
+                    private[P_KEYS + count * KEY_WORDS + part] = words[record + R_KEY + part]
+                count += 1
+        bucket += 1
+    private[P_FOUND] = count
+    return bucket

@@ -1,0 +1,443 @@
+"""The memory tier over a shared arena: what :class:`serving.tiers.memory.MemoryTier` does, for all replicas of a node at once."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from serving.arena.election import PATIENCE, Lease
+from serving.arena.eviction import arm_word
+from serving.arena.layout import (
+    A_BUDGET,
+    A_BYTES,
+    A_ENTRIES,
+    A_EVICTIONS,
+    A_NAME,
+    A_USED_BY,
+    ARMS,
+    CORRUPT,
+    H_DIRTY,
+    H_REPAIRS,
+    H_RESERVED,
+    KEY_WORDS,
+    LARGEST_UNITS,
+    P_EVICTED,
+    P_FOUND,
+    P_KEY,
+    P_KEYS,
+    P_LIMIT,
+    P_OLD,
+    P_PAYLOAD,
+    ArenaError,
+    name_words,
+    record_units,
+    scratch,
+)
+from serving.arena.mapping import Mapping
+from serving.arena.reader import LARGER, collect, find, mark_used
+from serving.arena.repair import rebuild
+from serving.arena.space import GROW
+from serving.arena.writer import MORE, STORED, delete, flush, put, renew, revoke, trim
+from serving.tiers.base import KEY_BYTES, Entry, OnEvict, TierStats
+from serving.tiers.codec import HEADER, VERSION, pack, unpack
+
+FIRST_PAYLOAD = 1 << 16
+"""Bytes of payload for which there is room before a larger one was met."""
+
+RESERVE_AGAIN = 5.0
+"""Seconds after which memory that was not to be had is asked for again."""
+
+FIRM = 1.0
+"""Seconds that what must not be lost (budgets, new arms) waits for another writer."""
+
+_FLOATS = struct.Struct("<ff")
+_WRITTEN_AT = struct.Struct("<d")
+_log = logging.getLogger(__name__)
+
+
+class ArenaTier:
+    """A byte-bounded cache in memory that all processes of a node share, each with a client like this one.
+
+    It has the protocol of a tier, and the ``*_now`` methods of the memory tier. Reads take no lock. Writes wait for each other,
+    at most :data:`serving.arena.election.PATIENCE`, and are not done after that, which costs a miss. Deletions and flushes are
+    done whatever other writers do. Who is evicted is decided by CLOCK: an entry that was used is spared once. Evictions are told
+    to the client whose call made them. Not thread-safe, and to be opened anew after a fork.
+
+    Args:
+        path: The arena's file.
+        size: Bytes of the file, which bounds all arms together with what records and index need besides.
+        entry_bytes: What entries are expected to have on average.
+        clock: For memory that was not to be had.
+
+    Attributes:
+        dropped: Writes that were not done since another writer held the lease.
+        repairs: How often this client has repaired the arena.
+
+    Raises:
+        ArenaError: If the arena cannot be opened.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self, path: str | Path, size: int, *, entry_bytes: int = 1024, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.on_evict: OnEvict | None = None
+        self.dropped = 0
+        self.repairs = 0
+        self.mapping = Mapping(path, size, entry_bytes=entry_bytes)
+        self._words = self.mapping.words
+        self.lease = Lease(self.mapping.descriptor, self._words, secrets.randbits(62) | 1)
+        self._arms: dict[str, int] = {}
+        self._clock = clock
+        self._again = 0.0
+        self._gone: list[tuple[int, bytes]] = []
+        self._make_scratch(FIRST_PAYLOAD)
+
+    # -- what the memory tier has --------------------------------------------------------------------------------------------
+
+    def get_now(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
+        """:meth:`get` without awaiting."""
+        number = self._arms.get(arm, -1)
+        if number < 0:
+            number = self._find_arm(arm)
+            if number < 0:
+                return None
+        self._key[:] = key
+        length = find(self._words, self._private, number, touch)
+        if length < 0:
+            if length >= LARGER:
+                return None
+            self._make_scratch(8 * (LARGER - length))
+            return self.get_now(arm, key, touch=touch)
+        return _entry(key, self._payload, length)
+
+    def put_now(self, arm: str, entry: Entry) -> int:
+        """:meth:`put` without awaiting; 0 also where it was not done."""
+        stored = pack(entry)
+        length = len(stored)
+        if record_units(length) > LARGEST_UNITS or length > self.mapping.geometry.bytes:
+            self.delete_now(arm, entry.key)
+            return 0
+        if length > len(self._payload):
+            self._make_scratch(length)
+        if not self._lease():
+            return 0
+        try:
+            number = self._arm(arm)
+            self._key[:] = entry.key
+            self._payload[:length] = stored
+            evicted = self._put(number, length)
+        finally:
+            self.lease.release()
+        self._tell()
+        return evicted
+
+    def delete_now(self, arm: str, key: bytes) -> bool:
+        """:meth:`delete` without awaiting."""
+        number = self._find_arm(arm)
+        if number < 0:
+            return False
+        self._key[:] = key
+        if not self._lease(count=False):
+            return revoke(self._words, self._private, number, False) > 0
+        try:
+            done = delete(self._words, self._private, number)
+            if done == CORRUPT:
+                self._repair()
+                done = delete(self._words, self._private, number)
+            return done == 1
+        finally:
+            self.lease.release()
+
+    def renew_now(self, arm: str, key: bytes, at: float) -> bool:
+        """:meth:`renew` without awaiting."""
+        entry = self.get_now(arm, key, touch=False)
+        if entry is None:
+            return False
+        if at - entry.written_at <= entry.renewed:
+            return True
+        if not self._lease():
+            return True
+        try:
+            # Another writer may have replaced it since.
+            entry = self.get_now(arm, key, touch=False)
+            if entry is None:
+                return False
+            word = int.from_bytes(_FLOATS.pack(entry.ttl, at - entry.written_at), "little", signed=True)
+            return bool(renew(self._words, self._private, self._arms[arm], word))
+        finally:
+            self.lease.release()
+
+    def resize_now(self, arm: str, budget: int) -> int:
+        """:meth:`resize` without awaiting.
+
+        Raises:
+            ValueError: If the budget is negative.
+            ArenaError: If another writer did not let go for a second, or there is no room for a new arm.
+        """
+        if budget < 0:
+            raise ValueError(f"arena, arm {arm!r}: expected a budget >= 0 bytes, got {budget!r}")
+        self._lease_firmly()
+        try:
+            number = self._arm(arm)
+            self._words[arm_word(number) + A_BUDGET] = min(budget, 2**62)
+            evicted = self._trim(number)
+        finally:
+            self.lease.release()
+        self._tell()
+        return evicted
+
+    def flush_now(self, arm: str) -> int:
+        """:meth:`flush` without awaiting."""
+        number = self._find_arm(arm)
+        if number < 0:
+            return 0
+        if not self._lease(count=False):
+            return revoke(self._words, self._private, number, True)
+        try:
+            count = int(self._words[arm_word(number) + A_ENTRIES])
+            if flush(self._words, self._private, number) == CORRUPT:
+                revoke(self._words, self._private, number, True)
+                self._repair()
+            return count
+        finally:
+            self.lease.release()
+
+    def stats_now(self, arm: str) -> TierStats:
+        """:meth:`stats` without awaiting."""
+        number = self._find_arm(arm)
+        if number < 0:
+            return TierStats(0, 0, 0, 0)
+        if self._words[H_DIRTY] and self._lease(count=False):  # repaired on the way
+            self.lease.release()
+        place = arm_word(number)
+        entries, used, budget, evictions = (
+            int(self._words[place + word]) for word in (A_ENTRIES, A_BYTES, A_BUDGET, A_EVICTIONS)
+        )
+        return TierStats(entries, used, budget, evictions)
+
+    def touch_soon(self, arm: str, key: bytes) -> None:
+        """Note that the entry was used, if it is there: here at once."""
+        number = self._find_arm(arm)
+        if number >= 0:
+            self._key[:] = key
+            mark_used(self._words, self._private, number)
+
+    # -- the protocol of tiers -----------------------------------------------------------------------------------------------
+
+    async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
+        """Return the entry, expired or not, and note that it was used if ``touch``."""
+        return self.get_now(arm, key, touch=touch)
+
+    async def put(self, arm: str, entry: Entry) -> int:
+        """Store the entry as the newest; return how many others were evicted for it."""
+        return self.put_now(arm, entry)
+
+    def charged(self, entry: Entry) -> Entry:
+        """Return the entry as it is: what records need besides is not charged."""
+        return entry
+
+    async def touch(self, arm: str, key: bytes) -> None:
+        """Note that the entry was used, if it is there."""
+        self.touch_soon(arm, key)
+
+    async def renew(self, arm: str, key: bytes, at: float) -> bool:
+        """Begin the entry's life anew at ``at``, if it is there; whether it was."""
+        return self.renew_now(arm, key, at)
+
+    async def heads(self, arm: str, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return the entries without body and vector; None where there is none."""
+        found = (self.get_now(arm, key, touch=False) for key in keys)
+        return [None if entry is None else entry.head() for entry in found]
+
+    async def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
+        """Yield the heads of all entries; those that were there all the time are among them."""
+        number, bucket = self._find_arm(arm), 0
+        while number >= 0 and bucket < self.mapping.geometry.buckets:
+            bucket = collect(self._words, self._private, number, bucket)
+            keys = [key for _, key in self._keys(int(self._private[P_FOUND]))]
+            heads = [head for head in await self.heads(arm, keys) if head is not None]
+            if heads:
+                yield heads
+
+    async def delete(self, arm: str, key: bytes) -> bool:
+        """Remove the entry; whether it was there."""
+        return self.delete_now(arm, key)
+
+    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
+        """Remove the entries; how many of them were there."""
+        return sum(self.delete_now(arm, key) for key in keys)
+
+    async def resize(self, arm: str, budget: int) -> int:
+        """Set the arm's budget in bytes; return how many entries were evicted.
+
+        Raises:
+            ValueError: If the budget is negative.
+            ArenaError: As :meth:`resize_now`.
+        """
+        return self.resize_now(arm, budget)
+
+    async def flush(self, arm: str) -> int:
+        """Remove every entry of the arm; how many there were."""
+        return self.flush_now(arm)
+
+    async def stats(self, arm: str) -> TierStats:
+        """Return what the arm holds, whoever put it there."""
+        return self.stats_now(arm)
+
+    async def close(self) -> None:
+        """Let go of the arena; what is in it stays for others, and for the next start."""
+        self.close_now()
+
+    def close_now(self) -> None:
+        """:meth:`close` without awaiting."""
+        if len(self._words):
+            self._words = self._words[:0].copy()
+            self.lease.close()
+            self._private = self._private[:0]
+            self.mapping.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------------
+
+    def _put(self, number: int, length: int) -> int:
+        evicted, old, repaired = 0, -1, False
+        while True:
+            done = put(self._words, self._private, number, length, old)
+            evicted += self._note(int(self._private[P_EVICTED]))
+            old = int(self._private[P_OLD])
+            if done == GROW:
+                if self._clock() < self._again or not self.mapping.reserve():
+                    if self._clock() >= self._again:
+                        _log.warning("arena %s: no memory for more of it; it stays as large as it is", self.mapping.path)
+                        self._again = self._clock() + RESERVE_AGAIN
+                    self._private[P_LIMIT] = self._words[H_RESERVED]
+            elif done == CORRUPT:
+                self._repair()
+                if repaired:
+                    return evicted
+                repaired, old = True, -1
+            elif done != MORE:
+                self._private[P_LIMIT] = self.mapping.geometry.units
+                if done != STORED:
+                    _log.debug("arena %s: no room for an entry of %d bytes", self.mapping.path, length)
+                return evicted
+
+    def _trim(self, number: int) -> int:
+        evicted = 0
+        while True:
+            done = trim(self._words, self._private, number)
+            evicted += self._note(int(self._private[P_EVICTED]))
+            if done == CORRUPT:
+                self._repair()
+            elif done != MORE:
+                return evicted
+
+    def _note(self, count: int) -> int:
+        """Remember the keys that the last call evicted, until the lease is given back."""
+        if count and self.on_evict is not None:
+            self._gone += self._keys(count)
+        return count
+
+    def _tell(self) -> None:
+        if not self._gone:
+            return
+        gone, self._gone = self._gone, []
+        names = {number: name for name, number in self._arms.items()}
+        by_arm: dict[str, list[bytes]] = {}
+        for number, key in gone:
+            if number in names:  # of an arm that this client does not know, nobody here has to hear
+                by_arm.setdefault(names[number], []).append(key)
+        if self.on_evict is not None:
+            for name, keys in by_arm.items():
+                self.on_evict(name, keys)
+
+    def _keys(self, count: int) -> list[tuple[int, bytes]]:
+        reported = self._private[P_KEYS : P_KEYS + KEY_WORDS * count].reshape(-1, KEY_WORDS)
+        return [(int(row[4]), row[:4].tobytes()) for row in reported]
+
+    def _lease(self, patience: float = PATIENCE, *, count: bool = True) -> bool:
+        got = self.lease.acquire(patience)
+        if got is None:
+            self._repair()
+        elif not got and count:
+            self.dropped += 1
+        return got is not False
+
+    def _lease_firmly(self) -> None:
+        if not self._lease(FIRM):
+            raise ArenaError(
+                f"arena {self.mapping.path}: another process has been writing for {FIRM:g} s; is one of its users stopped?"
+            )
+
+    def _repair(self) -> None:
+        count = rebuild(self._words, self._private)
+        for number in range(ARMS):  # it may have died while it made an arm smaller
+            while trim(self._words, self._private, number) == MORE:
+                pass
+        self._words[H_REPAIRS] += 1
+        self.repairs += 1
+        _log.warning("arena %s: a writer did not finish; repaired, %d entries are left", self.mapping.path, count)
+
+    def _find_arm(self, arm: str) -> int:
+        """Return the arm's number; -1 where nobody has made it."""
+        number = self._arms.get(arm, -1)
+        if number >= 0:
+            return number
+        name = name_words(arm)
+        for number in range(ARMS):
+            place = arm_word(number)
+            if self._words[place + A_USED_BY] == 1 and tuple(self._words[place + A_NAME : place + A_NAME + 2].tolist()) == name:
+                self._arms[arm] = number
+                return number
+        return -1
+
+    def _arm(self, arm: str) -> int:
+        """Return the arm's number; it is made where there is none. Under the lease."""
+        number = self._find_arm(arm)
+        if number >= 0:
+            return number
+        for number in range(ARMS):
+            place = arm_word(number)
+            if self._words[place + A_USED_BY] == 0:
+                self._words[place + A_NAME : place + A_NAME + 2] = name_words(arm)
+                self._words[place + A_USED_BY] = 1
+                self._arms[arm] = number
+                return number
+        raise ArenaError(
+            f"arena {self.mapping.path}: expected at most {ARMS} arms, {arm!r} is one more; stop the gateways and remove the file"
+        )
+
+    def _make_scratch(self, payload: int) -> None:
+        self._private = scratch(self.mapping.geometry, max(payload, FIRST_PAYLOAD))
+        view = memoryview(self._private).cast("B")
+        self._key = view[P_KEY * 8 : P_KEY * 8 + KEY_BYTES]
+        self._payload = view[P_PAYLOAD * 8 :]
+
+
+def _entry(key: bytes, payload: memoryview, length: int) -> Entry | None:
+    """:func:`serving.tiers.codec.unpack` without copying twice, for what most entries are: it takes most of the time of a hit."""
+    version, context, vector, asked, answered, written_at, meta, flags, ttl, renewed = HEADER.unpack_from(payload)
+    vector_at = HEADER.size + context
+    meta_at = vector_at + vector
+    body_at = meta_at + meta
+    if version != VERSION or flags > 1 or body_at > length:
+        return unpack(key, payload[:length].tobytes())
+    return Entry(
+        key,
+        payload[body_at:length].tobytes(),
+        written_at,
+        asked,
+        answered,
+        payload[HEADER.size : vector_at].tobytes() if context else b"",
+        payload[vector_at:meta_at].tobytes() if vector else b"",
+        payload[meta_at:body_at].tobytes() if meta else b"",
+        "sse" if flags else "json",
+        True,
+        ttl,
+        renewed,
+    )

@@ -1,0 +1,101 @@
+"""Arenas, processes that use them, and answers that tell by themselves whether they are the right ones."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from serving.tiers.arena import ArenaTier
+from serving.tiers.base import Entry
+
+ARM = "a"
+MIB = 1 << 20
+
+
+def key(number: int) -> bytes:
+    """A fingerprint's bytes."""
+    return hashlib.sha256(number.to_bytes(8, "big")).digest()
+
+
+def answer(number: int, version: int, size: int) -> Entry:
+    """An entry of which every byte follows from its key and its version, and whose body begins with the version."""
+    name = key(number)
+    seed = hashlib.sha256(name + version.to_bytes(8, "big")).digest()
+    body = version.to_bytes(8, "big") + (seed * (size // 32 + 1))[:size]
+    return Entry(name, body, float(version), number, version)
+
+
+def check(number: int, entry: Entry) -> int:
+    """Return the version of the answer, having made sure that it is that of the number and whole."""
+    version = int.from_bytes(entry.body[:8], "big")
+    assert entry == answer(number, version, len(entry.body) - 8), f"a wrong answer for {number}"
+    return version
+
+
+class Worker:
+    """A process with a client of its own, made by a fork so that it starts at once; ends with the test.
+
+    Args:
+        work: What it does with its connection.
+    """
+
+    def __init__(self, work: Callable[..., None], *args: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_run, args=(work, theirs, args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, *message: Any) -> Any:
+        """Send a message and return what comes back, within a minute."""
+        self.connection.send(message)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return what comes, within a minute."""
+        assert self.connection.poll(60), "the other process hangs"
+        return self.connection.recv()
+
+    def kill(self) -> None:
+        """Kill it at whatever instruction it is."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+    def close(self) -> None:
+        """End it."""
+        if self.process.is_alive():
+            self.kill()
+        self.connection.close()
+
+
+def _run(work: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+    try:
+        work(connection, *args)
+    finally:
+        os._exit(0)  # nothing of the parent's is to be cleaned up here
+
+
+def serve(connection: Connection) -> None:
+    """Open the arenas that are asked for, and call their methods by name: ``("open", path, size)``, ``(method, *args)``."""
+    tier: ArenaTier | None = None
+    gone: list[bytes] = []
+    while True:
+        name, *args = connection.recv()
+        if name == "open":
+            if tier is not None:
+                tier.close_now()
+            tier = ArenaTier(Path(args[0]), args[1])
+            tier.on_evict = lambda arm, keys: gone.extend(keys)
+            connection.send(True)
+            continue
+        assert tier is not None
+        result = getattr(tier, name)(*args[0], **args[1])
+        connection.send((result, list(gone)))
+        gone.clear()

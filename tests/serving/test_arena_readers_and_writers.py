@@ -1,0 +1,276 @@
+"""One arena and several processes: any history of them is that of one cache, and whoever reads gets a whole answer or none."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from serving.arena.layout import P_KEY, digest, home_bucket
+from serving.tiers.arena import ArenaTier
+from serving.tiers.base import Entry
+from tests.serving.arenas import ARM, MIB, Worker, answer, check, key, serve
+
+SIZE = MIB
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[ArenaTier]:
+    opened = ArenaTier(tmp_path / "arena", 4 * MIB)
+    opened.resize_now(ARM, 2 * MIB)
+    yield opened
+    opened.close_now()
+
+
+class Clock:
+    """The byte-bounded cache that an arm is: entries in the order in which they came, those that were used spared once."""
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self.entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self.used: set[bytes] = set()
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.size for entry in self.entries.values())
+
+    def put(self, entry: Entry) -> list[bytes]:
+        self.drop(entry.key)
+        if entry.size > self.budget:
+            return []
+        gone = self.trim(entry.size)
+        self.entries[entry.key] = entry
+        return gone
+
+    def trim(self, room: int = 0) -> list[bytes]:
+        gone = []
+        while self.bytes + room > self.budget:
+            oldest = next(iter(self.entries))
+            if oldest in self.used:
+                self.used.discard(oldest)
+                self.entries.move_to_end(oldest)
+            else:
+                del self.entries[oldest]
+                gone.append(oldest)
+        return gone
+
+    def drop(self, name: bytes) -> bool:
+        self.used.discard(name)
+        return self.entries.pop(name, None) is not None
+
+
+class Histories(RuleBasedStateMachine):
+    """Three processes do what comes to mind to one arena; each answer is that of one dict, and the evictions are CLOCK's."""
+
+    workers: tuple[Worker, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        path = str(Path(self.folder.name) / "arena")
+        for worker in self.workers:
+            worker.ask("open", path, SIZE)
+        self.model = {"a": Clock(), "b": Clock()}
+        for arm in self.model:
+            self.call(0, "resize_now", arm, 3000)
+            self.model[arm].budget = 3000
+        self.version = 0
+
+    def call(self, by: int, method: str, *args: object, **more: object) -> tuple[object, list[bytes]]:
+        result, gone = self.workers[by].ask(method, args, more)
+        return result, gone
+
+    by = st.integers(0, 2)
+    arm = st.sampled_from("ab")
+    number = st.integers(0, 9)
+
+    @rule(by=by, arm=arm, number=number, size=st.sampled_from([0, 60, 90, 200, 700, 2900, 4000]))
+    def put(self, by: int, arm: str, number: int, size: int) -> None:
+        self.version += 1
+        new = answer(number, self.version, size)
+        expected = self.model[arm].put(new)
+        assert self.call(by, "put_now", arm, new) == (len(expected), expected)
+
+    @rule(by=by, arm=arm, number=number, touch=st.booleans())
+    def get(self, by: int, arm: str, number: int, touch: bool) -> None:
+        model = self.model[arm]
+        assert self.call(by, "get_now", arm, key(number), touch=touch)[0] == model.entries.get(key(number))
+        if touch and key(number) in model.entries:
+            model.used.add(key(number))
+
+    @rule(by=by, arm=arm, number=number)
+    def delete(self, by: int, arm: str, number: int) -> None:
+        assert self.call(by, "delete_now", arm, key(number))[0] is self.model[arm].drop(key(number))
+
+    @rule(by=by, arm=arm, budget=st.integers(0, 6000))
+    def resize(self, by: int, arm: str, budget: int) -> None:
+        self.model[arm].budget = budget
+        expected = self.model[arm].trim()
+        assert self.call(by, "resize_now", arm, budget) == (len(expected), expected)
+
+    @rule(by=by, arm=arm)
+    def flush(self, by: int, arm: str) -> None:
+        model = self.model[arm]
+        assert self.call(by, "flush_now", arm)[0] == len(model.entries)
+        model.entries.clear()
+        model.used.clear()
+
+    @invariant()
+    def the_accounts_are_right(self) -> None:
+        for arm, model in self.model.items():
+            stats = self.call(self.version % 3, "stats_now", arm)[0]
+            assert (stats.entries, stats.bytes, stats.budget) == (  # type: ignore[attr-defined]
+                len(model.entries), model.bytes, model.budget,
+            )  # fmt: skip
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+
+def test_any_history_of_three_processes_is_that_of_one_cache() -> None:
+    Histories.workers = tuple(Worker(serve) for _ in range(3))
+    try:
+        machine = Histories.TestCase()
+        machine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+        machine.runTest()
+    finally:
+        for worker in Histories.workers:
+            worker.close()
+
+
+def test_keys_with_the_same_digest_do_not_answer_for_each_other(tier: ArenaTier) -> None:
+    keys = [key(1)[:8] + key(number)[8:] for number in range(30)]
+    buckets = tier.mapping.geometry.buckets
+    words = [int.from_bytes(name[:8], "little", signed=True) for name in keys]
+    assert len({home_bucket(digest(word, 0), buckets) for word in words}) == 1
+    stored: dict[bytes, Entry] = {}
+    gone: list[bytes] = []
+    tier.on_evict = lambda arm, names: gone.extend(names)
+    for number, name in enumerate(keys):
+        stored[name] = Entry(name, str(number).encode() * 50, float(number))
+        tier.put_now(ARM, stored[name])
+        assert tier.get_now(ARM, name) == stored[name], "the newest is there"
+    held = [name for name in keys if tier.get_now(ARM, name) is not None]
+    assert len(held) == 14, "two buckets of seven"
+    assert set(gone) == set(keys) - set(held), "the others were evicted, and that was told"
+    assert all(tier.get_now(ARM, name) == stored[name] for name in held)
+    assert tier.stats_now(ARM).entries == 14
+    for name in held:
+        assert tier.delete_now(ARM, name) is True
+    assert tier.stats_now(ARM).bytes == 0
+
+
+def test_an_entry_is_told_from_one_of_another_arm(tier: ArenaTier) -> None:
+    tier.resize_now("b", MIB)
+    tier.put_now(ARM, answer(1, 1, 100))
+    tier.put_now("b", answer(1, 2, 100))
+    assert (tier.get_now(ARM, key(1)), tier.get_now("b", key(1))) == (answer(1, 1, 100), answer(1, 2, 100))
+    assert tier.delete_now(ARM, key(1)) is True
+    assert tier.get_now("b", key(1)) == answer(1, 2, 100)
+
+
+@pytest.mark.parametrize("size", [0, 48, 80, 88, 89, 120, 2000])
+def test_every_byte_that_is_changed_behind_its_back_makes_a_miss(tier: ArenaTier, size: int) -> None:
+    whole = Entry(key(1), bytes(range(256)) * 8, 1.0) if size == 2000 else Entry(key(1), b"x" * size, 1.0)
+    tier.put_now(ARM, whole)
+    words = tier.mapping.words
+    wanted = int.from_bytes(key(1)[:8], "little", signed=True)
+    record = next(int(at) for at in (words == wanted).nonzero()[0]) - 3
+    count = 9 + -(-(32 + len(whole.body)) // 8)
+    for word in range(count):
+        if word == 8:
+            continue  # the links of the queue are the writer's alone
+        before = int(words[record + word])
+        for bit in (0, 17, 40, 62):
+            words[record + word] = before ^ (1 << bit)
+            assert tier.get_now(ARM, key(1)) is None
+        words[record + word] = before
+        assert tier.get_now(ARM, key(1)) == whole
+    assert int(tier._private[P_KEY]) == wanted
+
+
+def test_large_answers_come_back_whole(tier: ArenaTier) -> None:
+    other = ArenaTier(tier.mapping.path, 4 * MIB)
+    large = answer(1, 1, 900_000)
+    tier.put_now(ARM, large)
+    assert other.get_now(ARM, key(1)) == large, "its first buffer was too small for it"
+    other.close_now()
+
+
+def _overwrite(connection: Connection, path: str, ready: str) -> None:
+    tier = ArenaTier(path, 4 * MIB)
+    connection.send(ready)
+    for version in itertools.count(1):
+        for number in range(5):
+            tier.put_now(ARM, answer(number, version, (version * 977 + number * 131) % 6000))
+
+
+def test_readers_race_two_writers_and_see_no_torn_answer(tier: ArenaTier) -> None:
+    writers = [Worker(_overwrite, tier.mapping.path, "ready") for _ in range(2)]
+    for writer in writers:
+        assert writer.answer() == "ready"
+    try:
+        seen = set()
+        for step in range(10_000):
+            entry = tier.get_now(ARM, key(step % 5))
+            if entry is not None:
+                seen.add(check(step % 5, entry))
+    finally:
+        for writer in writers:
+            writer.close()
+    assert seen, "something was read"
+    for number in range(5):
+        tier.put_now(ARM, answer(number, 1, 10))
+        assert tier.get_now(ARM, key(number)) == answer(number, 1, 10)
+    assert tier.stats_now(ARM).entries == 5
+
+
+def test_what_is_evicted_is_told_after_the_lease_is_given_back(tier: ArenaTier) -> None:
+    tier.resize_now(ARM, 1000)
+    tier.on_evict = lambda arm, names: [tier.delete_now(arm, key(3)) for _ in names]
+    for number in range(10):
+        tier.put_now(ARM, answer(number, 1, 200))
+    assert tier.repairs == 0
+    assert tier.get_now(ARM, key(9)) is not None
+
+
+def test_an_arena_opened_before_a_fork_is_not_written_by_the_child(tier: ArenaTier) -> None:
+    def child(connection: Connection) -> None:
+        try:
+            tier.put_now(ARM, answer(1, 1, 10))
+        except RuntimeError as error:
+            connection.send(str(error))
+
+    worker = Worker(child)
+    assert "open it again in each process" in worker.answer()
+    worker.close()
+
+
+def test_a_stopped_writer_delays_nobody_for_long_and_prevents_no_deletion(tier: ArenaTier) -> None:
+    other = ArenaTier(tier.mapping.path, 4 * MIB)
+    for number in range(3):
+        tier.put_now(ARM, answer(number, 1, 10))
+    assert other.lease.acquire() is True, "and it does not go on from here"
+    assert tier.put_now(ARM, answer(5, 1, 10)) == 0
+    assert tier.dropped == 1
+    assert tier.get_now(ARM, key(0)) == answer(0, 1, 10), "reading takes no lease"
+    assert tier.delete_now(ARM, key(0)) is True
+    assert tier.get_now(ARM, key(0)) is None
+    assert tier.flush_now(ARM) == 2
+    assert other.get_now(ARM, key(1)) is None
+    released = threading.Event()
+    other.lease.release()
+    released.set()
+    assert tier.put_now(ARM, answer(6, 1, 10)) == 0
+    assert (tier.stats_now(ARM).entries, tier.repairs) == (1, 1), "what was withdrawn meanwhile is free again"
+    other.close_now()

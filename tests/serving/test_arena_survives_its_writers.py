@@ -1,0 +1,215 @@
+"""Writers that are killed at any instruction, and two that write at once by mistake: no wrong answer, no hang, all repaired."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.arena.layout import H_FREE, H_OWNER, H_TOP, P_VALUES, R_VERSION, UNIT_WORDS, slot_at
+from serving.arena.reader import locate
+from serving.tiers.arena import ArenaTier
+from serving.tiers.base import Entry
+from tests.serving.arenas import ARM, MIB, Worker, answer, check, key
+
+SIZE = 2 * MIB
+BUDGET = MIB
+KILLS = 20
+KEYS = 300
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "arena")
+
+
+@pytest.fixture
+def tier(path: str) -> Iterator[ArenaTier]:
+    opened = ArenaTier(path, SIZE)
+    opened.resize_now(ARM, BUDGET)
+    yield opened
+    opened.close_now()
+
+
+def write(connection: Connection, path: str, seed: int) -> None:
+    """Change the arena without end, in every way there is."""
+    tier = ArenaTier(path, SIZE)
+    dice = random.Random(seed)
+    connection.send("ready")
+    for version in itertools.count(1):
+        number = dice.randrange(KEYS)
+        choice = dice.random()
+        if choice < 0.8:
+            tier.put_now(ARM, answer(number, version, dice.choice([10, 60, 500, 4000, 20_000])))
+        elif choice < 0.9:
+            tier.delete_now(ARM, key(number))
+        elif choice < 0.95:
+            tier.renew_now(ARM, key(number), version + dice.random())
+        elif choice < 0.99:
+            tier.resize_now(ARM, dice.choice([BUDGET // 2, BUDGET]))
+        else:
+            tier.flush_now(ARM)
+
+
+def read_all(tier: ArenaTier) -> int:
+    """Check every answer that is there; how many there are."""
+    count = 0
+    for number in range(KEYS):
+        entry = tier.get_now(ARM, key(number), touch=False)
+        if entry is not None:
+            check_whole(number, entry)
+            count += 1
+    return count
+
+
+def check_whole(number: int, entry: Entry) -> None:
+    """Check all but the time of the last renewal."""
+    check(number, replace(entry, renewed=0.0))
+
+
+def accounts_agree(tier: ArenaTier) -> None:
+    """What the arm says it holds is what is found, and no room is lost or had twice."""
+    found = [entry for number in range(KEYS) if (entry := tier.get_now(ARM, key(number), touch=False)) is not None]
+    stats = tier.stats_now(ARM)
+    assert stats.bytes <= stats.budget
+    assert (stats.entries, stats.bytes) == (len(found), sum(entry.size for entry in found))
+
+
+def test_a_writer_killed_at_any_instruction_leaves_a_readable_arena_that_the_next_repairs(tier: ArenaTier, path: str) -> None:
+    dice = random.Random(7)
+    for round_ in range(KILLS):
+        writer = Worker(write, path, round_)
+        assert writer.answer() == "ready"
+        until = time.monotonic() + dice.uniform(0.0, 0.05)
+        while time.monotonic() < until:
+            read_all(tier)
+        writer.kill()
+        read_all(tier)  # before anybody repairs
+        tier.put_now(ARM, answer(round_, 1, 100))
+        assert tier.get_now(ARM, key(round_)) == answer(round_, 1, 100), "writing goes on at once"
+        accounts_agree(tier)
+    assert tier.resize_now(ARM, 0) >= 0
+    assert tier.stats_now(ARM).bytes == 0
+    assert not np.any(tier.mapping.words[H_FREE : H_FREE + 256]), "all free room has become one"
+    assert tier.mapping.words[H_TOP] == tier._private[P_VALUES]
+
+
+def test_a_claimed_arena_is_repaired_by_the_next_writer(tier: ArenaTier) -> None:
+    for number in range(50):
+        tier.put_now(ARM, answer(number, 1, 300))
+    tier.mapping.words[H_OWNER] = 12345  # died with the lease
+    tier.mapping.words[H_FREE : H_FREE + 256] = 10**15
+    tier.put_now(ARM, answer(60, 1, 300))
+    assert tier.repairs == 1
+    assert read_all(tier) == 51
+    accounts_agree(tier)
+
+
+def test_the_order_of_eviction_survives_a_repair(tier: ArenaTier) -> None:
+    for number in range(20):
+        tier.put_now(ARM, answer(number, 1, 1000))
+    tier.mapping.words[H_OWNER] = 12345
+    gone: list[bytes] = []
+    tier.on_evict = lambda arm, keys: gone.extend(keys)
+    tier.resize_now(ARM, 10 * answer(0, 1, 1000).size)
+    assert gone == [key(number) for number in range(10)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rubbish_anywhere_but_in_the_header_costs_entries_never_a_wrong_answer_or_a_hang(tier: ArenaTier, seed: int) -> None:
+    random_words = np.random.default_rng(seed)
+    for number in range(KEYS):
+        tier.put_now(ARM, answer(number, 1, 10 + 7 * number))
+    words = tier.mapping.words
+    first = (512 + 32 * 16) if seed % 2 else tier.mapping.geometry.index * UNIT_WORDS
+    last = tier.mapping.geometry.values * UNIT_WORDS + 20_000
+    for _ in range(400):
+        words[random_words.integers(first, last)] = random_words.integers(-(2**63), 2**63 - 1)
+    words[H_FREE + random_words.integers(0, 256, 20)] = random_words.integers(-(2**63), 2**63 - 1, 20)
+    read_all(tier)
+    for version in range(2, 6):
+        for number in range(KEYS):
+            tier.put_now(ARM, answer(number, version, 10 + 11 * number))
+            if number % 3 == 0:
+                tier.delete_now(ARM, key(number))
+        read_all(tier)
+    tier.mapping.words[H_OWNER] = 12345
+    tier.put_now(ARM, answer(1, 9, 10))
+    accounts_agree(tier)
+
+
+def _write_without_lock(connection: Connection, path: str, seed: int) -> None:
+    from serving.arena.election import Lease
+
+    Lease._locked = lambda self: True  # type: ignore[method-assign]
+    write(connection, path, seed)
+
+
+def test_two_writers_elected_by_mistake_give_no_wrong_answer_and_do_not_hang(tier: ArenaTier, path: str) -> None:
+    writers = [Worker(_write_without_lock, path, seed) for seed in range(2)]
+    for writer in writers:
+        assert writer.answer() == "ready"
+    until = time.monotonic() + 2.0
+    rounds = 0
+    while time.monotonic() < until or rounds < 20:
+        read_all(tier)
+        rounds += 1
+    assert all(writer.process.is_alive() for writer in writers), "neither fell over"
+    for writer in writers:
+        writer.kill()
+    tier.mapping.words[H_OWNER] = 12345
+    tier.put_now(ARM, answer(1, 1, 100))
+    assert tier.get_now(ARM, key(1)) == answer(1, 1, 100)
+    accounts_agree(tier)
+
+
+def test_a_writer_that_was_deposed_has_the_arena_repaired_once_more(tier: ArenaTier, path: str) -> None:
+    other = ArenaTier(path, SIZE)
+    assert tier.lease.acquire() is True
+    other.lease._locked = lambda: True  # type: ignore[method-assign]
+    assert other.lease.acquire() is None, "takes the first for dead"
+    other._repair()
+    tier.lease.release()
+    assert tier.lease.deposed == 1
+    other.lease.release()
+    tier.put_now(ARM, answer(1, 1, 10))
+    assert tier.repairs == 1
+    other.close_now()
+
+
+def test_a_stale_slot_that_leads_to_another_entry_is_a_miss(tier: ArenaTier) -> None:
+    tier.put_now(ARM, answer(1, 1, 1000))
+    tier._key[:] = key(1)
+    word = locate(tier.mapping.words, tier._private, 0)
+    stale = int(tier.mapping.words[word])
+    tier.delete_now(ARM, key(1))
+    tier.put_now(ARM, answer(2, 1, 1000))
+    tier._key[:] = key(2)
+    assert slot_at(int(tier.mapping.words[locate(tier.mapping.words, tier._private, 0)])) == slot_at(stale)
+    tier.mapping.words[word] = stale
+    assert tier.get_now(ARM, key(1)) is None
+    assert tier.get_now(ARM, key(2)) == answer(2, 1, 1000)
+
+
+def test_versions_grow_over_restarts_and_repairs(tier: ArenaTier, path: str) -> None:
+    def version() -> int:
+        tier._key[:] = key(1)
+        at = slot_at(int(tier.mapping.words[locate(tier.mapping.words, tier._private, 0)]))
+        return int(tier.mapping.words[at * UNIT_WORDS + R_VERSION])
+
+    tier.put_now(ARM, answer(1, 1, 10))
+    first = version()
+    tier.mapping.words[24] = 0  # the count of writes was lost
+    tier.mapping.words[H_OWNER] = os.getpid()
+    other = ArenaTier(path, SIZE)
+    other.put_now(ARM, answer(1, 2, 10))
+    assert version() > first
+    other.close_now()
