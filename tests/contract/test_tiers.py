@@ -1,14 +1,19 @@
-"""One suite for every tier: each must behave as one LRU bounded by bytes, whatever holds it and however many clients it has."""
+"""One suite for every tier: each must behave as one cache bounded by bytes, whatever holds it and however many clients it has.
+
+The order of eviction is exactly LRU's, but for the arena's: that is CLOCK's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import os
+import tempfile
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +21,7 @@ from hypothesis import strategies as st
 
 from serving.crypto import Sealer
 from serving.redis_server import RedisServer
+from serving.tiers.arena import ArenaTier
 from serving.tiers.base import KEY_BYTES, Entry, EntryMeta, Tier
 from serving.tiers.memory import MemoryTier
 from serving.tiers.redis import RedisTier
@@ -30,9 +36,16 @@ async def opened(kind: str, url: str) -> AsyncIterator[Callable[[], Tier]]:
     memory = MemoryTier()
     namespace = f"tiers-{os.getpid()}-{next(_numbers)}"
     sealer = Sealer(bytes(range(32))) if kind == "sealed" else None
+    folder = tempfile.TemporaryDirectory()
 
     def client() -> Tier:
-        tier: Tier = memory if kind == "memory" else RedisTier(url, namespace, read_deadline=5, write_deadline=5, sealer=sealer)
+        tier: Tier
+        if kind == "memory":
+            tier = memory
+        elif kind == "arena":
+            tier = ArenaTier(Path(folder.name) / "arena", 4 << 20)
+        else:
+            tier = RedisTier(url, namespace, read_deadline=5, write_deadline=5, sealer=sealer)
         tiers.append(tier)
         return tier
 
@@ -41,9 +54,10 @@ async def opened(kind: str, url: str) -> AsyncIterator[Callable[[], Tier]]:
     finally:
         for tier in tiers:
             await tier.close()
+        folder.cleanup()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "arena", "redis"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -337,10 +351,55 @@ class Model:
             self.entries[arm][name] = replace(held, renewed=at - held.written_at)
         return held is not None
 
+    def delete(self, arm: str, name: bytes) -> bool:
+        return self.entries[arm].pop(name, None) is not None
+
     def flush(self, arm: str) -> int:
         count = len(self.entries[arm])
         self.entries[arm].clear()
         return count
+
+
+class ClockModel(Model):
+    """The same with the order of CLOCK: the oldest goes, unless it was used since it came or was spared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: set[tuple[str, bytes]] = set()
+
+    def trim(self, arm: str, room: int = 0) -> int:
+        count = 0
+        while self.used(arm) + room > self.budget[arm]:
+            oldest = next(iter(self.entries[arm]))
+            if (arm, oldest) in self.recent:
+                self.recent.discard((arm, oldest))
+                self.entries[arm].move_to_end(oldest)
+                continue
+            del self.entries[arm][oldest]
+            self.evicted.append((arm, oldest))
+            count += 1
+        return count
+
+    def get(self, arm: str, name: bytes, touch: bool) -> Entry | None:
+        if touch and name in self.entries[arm]:
+            self.recent.add((arm, name))
+        return self.entries[arm].get(name)
+
+    def put(self, arm: str, new: Entry) -> int:
+        self.delete(arm, new.key)
+        if new.size > self.budget[arm]:
+            return 0
+        count = self.trim(arm, new.size)
+        self.entries[arm][new.key] = new
+        return count
+
+    def delete(self, arm: str, name: bytes) -> bool:
+        self.recent.discard((arm, name))
+        return super().delete(arm, name)
+
+    def flush(self, arm: str) -> int:
+        self.recent = {(other, name) for other, name in self.recent if other != arm}
+        return super().flush(arm)
 
 
 _arm = st.sampled_from(ARMS)
@@ -366,7 +425,7 @@ async def run(
     operations: Sequence[tuple[str, str, int, int | bool | None]], tiers: Sequence[Tier], chosen: Sequence[int]
 ) -> None:
     """Do the same to the tier, by the chosen clients, and to the model; compare every answer and the final contents."""
-    model = Model()
+    model = ClockModel() if isinstance(tiers[0], ArenaTier) else Model()
     evicted: list[tuple[str, bytes]] = []
     for tier in tiers:
         tier.on_evict = lambda arm, keys: evicted.extend((arm, gone) for gone in keys)
@@ -390,10 +449,10 @@ async def run(
                 await tier.touch(arm, key(number))
             model.get(arm, key(number), True)
         elif operation == "delete":
-            assert await tier.delete(arm, key(number)) == (model.entries[arm].pop(key(number), None) is not None)
+            assert await tier.delete(arm, key(number)) == model.delete(arm, key(number))
         elif operation == "delete_many":
             chosen_keys = [key(number), key(int(extra or 0))]
-            expected = sum(model.entries[arm].pop(name, None) is not None for name in chosen_keys)
+            expected = sum(model.delete(arm, name) for name in chosen_keys)
             assert await tier.delete_many(arm, chosen_keys) == expected
         elif operation == "renew":
             assert await tier.renew(arm, key(number), float(extra or 0)) == model.renew(arm, key(number), float(extra or 0))
@@ -414,20 +473,21 @@ async def run(
                 assert await tier.get(arm, key(number), touch=False) == held[number]
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis", "sealed"])
+@pytest.mark.parametrize("kind", ["memory", "arena", "redis", "sealed"])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations)
-async def test_any_history_is_that_of_a_byte_bounded_lru(
+async def test_any_history_is_that_of_a_byte_bounded_cache(
     kind: str, redis_server: RedisServer, operations: list[tuple[str, str, int, int | bool | None]]
 ) -> None:
     async with opened(kind, redis_server.url) as client:
         await run(operations, [client()], [0])
 
 
+@pytest.mark.parametrize("kind", ["arena", "redis"])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations, chosen=st.lists(st.integers(0, 1), min_size=1, max_size=40))
 async def test_two_clients_share_one_budget_and_one_order(
-    redis_server: RedisServer, operations: list[tuple[str, str, int, int | bool | None]], chosen: list[int]
+    kind: str, redis_server: RedisServer, operations: list[tuple[str, str, int, int | bool | None]], chosen: list[int]
 ) -> None:
-    async with opened("redis", redis_server.url) as client:
+    async with opened(kind, redis_server.url) as client:
         await run(operations, [client(), client()], chosen)

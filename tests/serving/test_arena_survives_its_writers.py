@@ -76,11 +76,12 @@ def check_whole(number: int, entry: Entry) -> None:
 
 
 def accounts_agree(tier: ArenaTier) -> None:
-    """What the arm says it holds is what is found, and no room is lost or had twice."""
+    """What the arm says it holds is what is found; one whose renewal was cut off may have become unreadable."""
     found = [entry for number in range(KEYS) if (entry := tier.get_now(ARM, key(number), touch=False)) is not None]
     stats = tier.stats_now(ARM)
     assert stats.bytes <= stats.budget
-    assert (stats.entries, stats.bytes) == (len(found), sum(entry.size for entry in found))
+    assert 0 <= stats.entries - len(found) <= 1
+    assert stats.entries > len(found) or stats.bytes == sum(entry.size for entry in found)
 
 
 def test_a_writer_killed_at_any_instruction_leaves_a_readable_arena_that_the_next_repairs(tier: ArenaTier, path: str) -> None:
@@ -143,7 +144,11 @@ def test_rubbish_anywhere_but_in_the_header_costs_entries_never_a_wrong_answer_o
         read_all(tier)
     tier.mapping.words[H_OWNER] = 12345
     tier.put_now(ARM, answer(1, 9, 10))
-    accounts_agree(tier)
+    assert tier.get_now(ARM, key(1)) == answer(1, 9, 10)
+    assert tier.stats_now(ARM).entries >= read_all(tier), "what is damaged takes room until it is evicted"
+    tier.flush_now(ARM)
+    assert (tier.stats_now(ARM).entries, tier.stats_now(ARM).bytes) == (0, 0)
+    assert tier.mapping.words[H_TOP] == tier._private[P_VALUES], "and then all of it is free"
 
 
 def _write_without_lock(connection: Connection, path: str, seed: int) -> None:
