@@ -2,7 +2,8 @@
 
 RFC 9111 makes an answer to POST cacheable only by its own explicit word, which no model server gives; that this cache keeps
 answers at all is the operator's configuration, and what follows is its condition. For the same reason the upstream's own
-``Cache-Control`` is not looked at. The first refusal in this order counts:
+``no-store`` counts only where the operator wants it heeded: some hosted models send it with every answer. The first refusal in
+this order counts:
 
 ==================  ==============================================================================================================
 refusal             when
@@ -10,6 +11,7 @@ refusal             when
 ``no_store``        the caller wants it not kept (RFC 9111, 5.2.1.5)
 ``expired``         the caller wants it kept for no time at all, and the operator does not for longer
 ``status``          not 2xx, or 206: a part of an answer. RFC 9111, 3.3: an incomplete response is not stored as a complete one
+``upstream``        the model's server wants it not stored (RFC 9111, 5.2.2.5), and that is heeded (``heed_no_store``)
 ``too_large``       more bytes than ``max_entry_bytes``
 ``interrupted``     the stream broke off before ``[DONE]``
 ``not_json``        not a JSON object, or a stream that does not make up one
@@ -50,6 +52,7 @@ class Refusal(StrEnum):
     NO_STORE = "no_store"
     EXPIRED = "expired"
     STATUS = "status"
+    UPSTREAM = "upstream"
     TOO_LARGE = "too_large"
     INTERRUPTED = "interrupted"
     NOT_JSON = "not_json"
@@ -72,12 +75,14 @@ class AdmissionRules:
         max_temperature: Answers to a higher temperature are not kept; None: any is.
         max_entry_bytes: Largest answer that is kept, bytes.
         min_logprob: Least mean token log-probability, where it is known; None: any.
+        heed_no_store: Whether answers that the upstream marks ``no-store`` are not kept.
     """
 
     tool_calls: bool = False
     max_temperature: float | None = 1.0
     max_entry_bytes: int = 4 << 20
     min_logprob: float | None = -2.3
+    heed_no_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class CompletedAnswer:
         endpoint: What was asked.
         size: Bytes of the body.
         interrupted: Whether it is a stream that broke off before its end.
+        no_store: Whether the upstream would not have it stored.
     """
 
     status: int
@@ -97,6 +103,7 @@ class CompletedAnswer:
     endpoint: Endpoint = "chat"
     size: int = 0
     interrupted: bool = False
+    no_store: bool = False
 
 
 def admit(answer: CompletedAnswer, asked: Asked, admission: AdmissionRules, rules: CacheRules) -> Refusal | None:
@@ -114,6 +121,8 @@ def admit(answer: CompletedAnswer, asked: Asked, admission: AdmissionRules, rule
         return Refusal.EXPIRED
     if not 200 <= answer.status < 300 or answer.status == 206:
         return Refusal.STATUS
+    if answer.no_store and admission.heed_no_store:
+        return Refusal.UPSTREAM
     if answer.size > admission.max_entry_bytes:
         return Refusal.TOO_LARGE
     if answer.interrupted:

@@ -293,7 +293,7 @@ class Fetcher:
                 self._metrics.count("cachepilot_upstream_errors_total", arm)
             return Refusal.STATUS
         self._metrics.tokens(arm, cause, *tokens_of(parsed))
-        finished = CompletedAnswer(answer.status, parsed, call.endpoint, size, interrupted)
+        finished = CompletedAnswer(answer.status, parsed, call.endpoint, size, interrupted, answer.no_store)
         refusal = admit(finished, call.asked, self._admission, self._cache.rules)
         if refusal is not None:
             self._metrics.count("cachepilot_answers_not_kept_total", arm, refusal.value)

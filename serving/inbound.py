@@ -196,7 +196,7 @@ def understand(
             directives = parse_directives(given.get("cache-control"), given, body.get("cache"), settings.callers)
         except DirectiveError as error:
             raise Refused(str(error), param=error.param) from None
-    fp = _identity(body, endpoint, tenant, namespace_of(settings.namespace, directives.namespace))
+    fp = _identity(body, endpoint, tenant, namespace_of(settings.namespace, directives.namespace), settings.generation)
     stream = endpoint != "embeddings" and bool(body.get("stream"))
     options = body.get("stream_options") if stream else None
     usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
@@ -268,9 +268,9 @@ def _parse(raw: bytes, endpoint: Endpoint) -> Mapping[str, Any]:
     return body
 
 
-def _identity(body: Mapping[str, Any], endpoint: Endpoint, tenant: str, namespace: str) -> Fingerprint:
+def _identity(body: Mapping[str, Any], endpoint: Endpoint, tenant: str, namespace: str, generation: str) -> Fingerprint:
     try:
-        return fingerprint(body, endpoint=endpoint, tenant=tenant, namespace=namespace)
+        return fingerprint(body, endpoint=endpoint, tenant=tenant, namespace=namespace, generation=generation)
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -298,7 +298,7 @@ def _events(offset: str | None, last_event: str | None) -> int | None:
     text = given.strip()
     if not text:
         return 0
-    if not text.isascii() or not text.isdecimal() or int(text) > _MOST_EVENTS:
+    if not text.isascii() or not text.isdecimal() or len(text) > 20 or int(text) > _MOST_EVENTS:
         raise Refused(f"{name}: expected the number of events received, got {given[:40]!r}", param=name)
     return int(text)
 

@@ -65,6 +65,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_upstream_tokens_total", "counter", ("arm", "kind", "cause"),
            "Tokens billed by the upstream; kind: input, output; cause: miss, refresh."),
     Metric("cachepilot_upstream_errors_total", "counter", ("arm",), "Upstream answers that were not 2xx, and failed calls."),
+    Metric("cachepilot_upstream_retries_total", "counter", (), "Upstream calls that were made again before their first byte."),
     Metric("cachepilot_upstream_rejections_total", "counter", ("arm",),
            "Requests answered 429 because too many upstream calls were under way or waiting."),
     Metric("cachepilot_answers_not_kept_total", "counter", ("arm", "reason"),

@@ -411,6 +411,7 @@ class Runtime:
                 metrics.gauge("cachepilot_resident_bytes", arm, tier, value=float(stats.bytes))
                 metrics.level("cachepilot_evictions_total", arm, tier, total=float(stats.evictions))
         metrics.gauge("cachepilot_knobs_version", value=float(self.version))
+        metrics.level("cachepilot_upstream_retries_total", total=float(self.upstream.retried))
         metrics.gauge("cachepilot_upstream_inflight", value=float(self.upstream.inflight))
         for _ in metrics.flushing():
             await asyncio.sleep(0)  # requests go first

@@ -199,12 +199,15 @@ class AdmissionSettings(Settings):
         max_temperature: Answers to a higher temperature are not kept; null: any is.
         max_entry_bytes: Largest answer that is kept.
         min_logprob: Answers whose mean token log-probability is known and below this are not kept; null: any are.
+        heed_no_store: Whether answers that the upstream marks ``Cache-Control: no-store`` are not kept. Some hosted models mark
+            all of theirs.
     """
 
     tool_calls: bool = False
     max_temperature: Annotated[float, Field(ge=0.0)] | None = 1.0
     max_entry_bytes: Annotated[int, Field(gt=0)] = 4 * MIB
     min_logprob: Annotated[float, Field(le=0.0)] | None = -2.3
+    heed_no_store: bool = False
 
 
 class CallerSettings(Settings):
@@ -441,6 +444,8 @@ class GatewaySettings(Settings):
 
     Attributes:
         namespace: Separates caches and configurations that share a Redis.
+        generation: Part of every answer's identity: under another one nothing that was stored before is found. For a model that
+            changed behind its name; what is unreachable is evicted in time.
         redis_url: ``redis://``, ``rediss://`` or ``unix://``; null keeps everything in the one replica's memory.
         redis_deadline: Seconds that a lookup waits for Redis before it goes on as a miss; well below what a miss costs.
         arms: Arms by name; shares sum to 1.
@@ -466,6 +471,7 @@ class GatewaySettings(Settings):
     """
 
     namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "cachepilot"
+    generation: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
     redis_url: str | None = None
     redis_deadline: Seconds = 0.25
     arms: dict[Name, ArmSettings] = Field(default_factory=lambda: {"control": ArmSettings()}, min_length=1)

@@ -48,6 +48,7 @@ class UpstreamAnswer:
         content_type: Media type.
         headers: Headers worth passing back.
         reached: Whether the upstream answered at all.
+        no_store: Whether it would not have the answer stored (``Cache-Control``; RFC 9111, 5.2.2.5).
     """
 
     status: int
@@ -55,6 +56,7 @@ class UpstreamAnswer:
     content_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
     reached: bool = True
+    no_store: bool = False
 
     @property
     def ok(self) -> bool:
@@ -289,7 +291,10 @@ def _head(response: aiohttp.ClientResponse) -> UpstreamAnswer:
         for name, value in response.headers.items()
         if name.lower() in PASSED_BACK or name.lower().startswith("x-ratelimit-")
     }
-    return UpstreamAnswer(response.status, b"", _as_sent(response.headers.get("content-type", JSON)), kept)
+    directives = ",".join(response.headers.getall("cache-control", ())).lower().split(",")
+    no_store = any(directive.strip() == "no-store" for directive in directives)
+    content_type = _as_sent(response.headers.get("content-type", JSON))
+    return UpstreamAnswer(response.status, b"", content_type, kept, no_store=no_store)
 
 
 def _as_sent(value: str) -> str:

@@ -7,10 +7,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from serving.redis_server import RedisServer
 
 _numbers = itertools.count()
+
+# An example may take long where other work goes on: that says nothing of what is tested.
+settings.register_profile("cachepilot", deadline=None)
+settings.load_profile("cachepilot")
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,7 @@ class Model:
         message: Makes the message of an answer from its number and the request.
         finish: ``finish_reason`` of the answers.
         extra: Further fields of an answer.
+        sends: Headers of the answers of chat completions.
         status: HTTP status; other than 200 the body is ``error``.
         hold: A JSON answer waits for it.
         pause: A stream waits for it after ``pause_after`` events.
@@ -90,6 +91,7 @@ class Model:
         self.message: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda number, _: {"content": f"this is answer {number}"}
         self.finish: str | None = "stop"
         self.extra: dict[str, Any] = {}
+        self.sends: dict[str, str] = {}
         self.status = 200
         self.error = b'{"error":{"message":"no","type":"t","param":null,"code":"c"}}'
         self.hold, self.pause = asyncio.Event(), asyncio.Event()
@@ -125,11 +127,11 @@ class Model:
             return Response(self.error, self.status, media_type="application/json")
         message = {"role": "assistant", **self.message(number, body)}
         if body.get("stream"):
-            return StreamingResponse(self._stream(number, message, body), media_type="text/event-stream")
+            return StreamingResponse(self._stream(number, message, body), headers=self.sends, media_type="text/event-stream")
         await self.hold.wait()
         choices = [{"index": index, "message": message, "finish_reason": self.finish} for index in range(body.get("n") or 1)]
         answer = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 1, "model": body["model"]}
-        return _json({**answer, "choices": choices, "usage": usage(3, 5), **self.extra})
+        return _json({**answer, "choices": choices, "usage": usage(3, 5), **self.extra}, self.sends)
 
     async def _stream(self, number: int, message: Mapping[str, Any], body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         head = {"id": f"chatcmpl-{number}", "object": "chat.completion.chunk", "created": 1, "model": body["model"], **self.extra}
@@ -189,8 +191,8 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _json(value: object) -> Response:
-    return Response(json.dumps(value).encode(), media_type="application/json")
+def _json(value: object, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(value).encode(), headers=headers, media_type="application/json")
 
 
 @contextlib.asynccontextmanager

@@ -111,6 +111,13 @@ CHAT: list[tuple[Mapping[str, Any] | None, Refusal | None]] = [
 ]  # fmt: skip
 
 
+def test_the_upstreams_no_store_counts_where_it_is_heeded() -> None:
+    answer = CompletedAnswer(200, chat(), no_store=True)
+    reasons = [admit(answer, ASKED, AdmissionRules(heed_no_store=heeded), RULES) for heeded in (False, True)]
+    assert reasons == [None, Refusal.UPSTREAM]
+    assert refused(chat(), rules=AdmissionRules(heed_no_store=True)) is None
+
+
 @pytest.mark.parametrize(("parsed", "reason"), CHAT)
 def test_chat_completions(parsed: Mapping[str, Any] | None, reason: Refusal | None) -> None:
     assert refused(parsed) is reason

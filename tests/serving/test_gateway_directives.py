@@ -236,6 +236,20 @@ async def test_answers_that_the_operator_does_not_want_kept_are_passed_on(
         assert await client.metric(f'cachepilot_answers_not_kept_total{{arm="control",reason="{reason}"}}') == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("heeded", "sent", "cache"),
+    [(True, "no-store", "MISS"), (True, "Private, No-Store", "MISS"), (True, "no-cache", "HIT"), (False, "no-store", "HIT")],
+)
+async def test_an_answer_that_the_models_server_would_not_have_stored(heeded: bool, sent: str, cache: str, stream: bool) -> None:
+    model = Model()
+    model.sends = {"cache-control": sent}
+    async with gateway(model, admission={"heed_no_store": heeded}) as client:
+        assert [(await client.ask("hello", stream=stream)).cache for _ in range(2)] == ["MISS", cache]
+        refused = await client.metric('cachepilot_answers_not_kept_total{arm="control",reason="upstream"}')
+        assert refused == (2 if cache == "MISS" else 0)
+
+
 async def test_requests_whose_answers_are_not_kept_do_not_wait_for_one_another() -> None:
     model = Model()
     model.hold.clear()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from serving.redis_server import RedisServer
 from tests.serving.gateways import Client, Model, before, gateway
@@ -76,6 +78,7 @@ async def test_a_call_that_failed_before_its_first_byte_is_made_again() -> None:
         await until(lambda: len(model.asked) >= 1, "the first try")
         model.status = 200
         assert (await asked).status == 200
+        assert await client.metric("cachepilot_upstream_retries_total") == len(model.asked) - 1 >= 1
 
 
 async def test_a_stream_is_not_asked_for_again_after_its_first_byte() -> None:
@@ -164,6 +167,46 @@ async def test_nothing_of_a_prompt_or_an_answer_is_logged(tmp_path: Any, caplog:
     logged = "".join(file.read_text() for file in tmp_path.iterdir()) + caplog.text
     assert '"rule":"exact_hit"' in logged
     assert "confidential" not in logged
+
+
+async def test_nor_where_what_handles_it_fails(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(texts: list[str]) -> Any:
+        raise RuntimeError(f"cannot embed {texts}")
+
+    for noisy in ("numba", "asyncio"):
+        logging.getLogger(noisy).setLevel("INFO")
+    caplog.set_level("DEBUG")
+    model = Model()
+    model.message = lambda *_: {"content": "confidential-answer and more"}
+    semantic = {"rules": {"semantic": {"enabled": True, "threshold": 0.5, "deadline": 60.0, "max_error": 0.5}}}
+    with RedisServer() as redis:
+        async with before(model, replicas=2, redis_url=redis.url, **semantic) as (one, other):
+
+            async def ask(about: str) -> None:
+                for client in (one, other):
+                    for start in ("How do I use", "How can I use"):
+                        await client.ask(f"{start} confidential-question {about}?")
+                await asyncio.gather(*(client.ask(f"confidential-stream {about}", stream=True) for client in (one, other)))
+                for cut in (3, None):
+                    model.cut_after = cut
+                    await one.ask(f"confidential-question, cut {about}", stream=True, cache={"namespace": "confidential"})
+                wrong = b'{"model": "m", "messages": [{"role": "user", "content": "confidential"}], "model": "confidential"}'
+                for body in (wrong, wrong[:60]):
+                    assert (await one.request("POST", "/v1/chat/completions", data=body)).status == 400
+                assert (await one.ask("hello", cache={"ttl": "confidential"})).status == 400
+                await one.gateway.runtime.meaning.verified()
+
+            await ask("healthy")
+            with Redis.from_url(redis.url) as full:
+                full.config_set("maxmemory", "1")  # the server refuses each write, and tells which
+            await ask("full")
+            embedder = one.gateway.runtime.meaning.embedder
+            assert embedder is not None
+            monkeypatch.setattr(embedder, "_encode", refuse)
+            monkeypatch.setattr(other.gateway.runtime.cache, "put", None)
+            await ask("broken")
+    assert "could not be kept" in caplog.text
+    assert "confidential" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

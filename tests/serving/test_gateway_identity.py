@@ -154,3 +154,11 @@ async def test_what_the_gateway_does_not_know_reaches_the_model_as_it_is() -> No
         await client.post(body(mystery={"deep": [1, 2.5, None]}, seed=2**70))
         assert model.asked[0]["mystery"] == {"deep": [1, 2.5, None]}
         assert model.asked[0]["seed"] == 2**70
+
+
+async def test_another_generation_finds_nothing_of_the_one_before(redis_url: str, namespace: str) -> None:
+    model, found = Model(), []
+    for generation in ("", "2", "3", "2"):
+        async with gateway(model, redis_url=redis_url, namespace=namespace, generation=generation) as client:
+            found.append((await client.ask("hello")).cache)
+    assert found == ["MISS", "MISS", "MISS", "HIT"]
