@@ -185,6 +185,11 @@ class Fetcher:
     async def refresh(self, arm: str, call: Call) -> None:
         """Ask anew and replace what is kept; joins the same call where it is under way. Never raises for what the model does."""
         key = call.asked.fp.key
+        known = await self._cache.find(arm, key)
+        if known is not None:  # it stays what it was made as, or a flush of its documents would not reach what replaces it
+            made = EntryMeta.load(known[0].meta)
+            meta = replace(EntryMeta.load(call.meta), tags=made.tags, documents=made.documents)
+            call = replace(call, meta=meta.dump())
         with self._flights.join_or_start(arm, key, self.producer(arm, call, cause="refresh")) as reader:
             try:
                 await reader.body()

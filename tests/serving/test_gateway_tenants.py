@@ -159,3 +159,21 @@ async def test_changes_are_recorded_beside_the_access_log_where_there_is_no_redi
     events = [orjson.loads(line) for line in (tmp_path / "audit.jsonl").read_bytes().splitlines()]
     assert [(event["action"], event["detail"]["removed"]) for event in events] == [("flush", 1)]
     assert "root" not in (tmp_path / "audit.jsonl").read_text()
+
+
+async def test_an_answer_that_was_refreshed_is_still_flushed_by_the_document_it_was_made_from() -> None:
+    rules = {"stale_while_revalidate": 30.0, "ttl_jitter": 0.0}
+    async with gateway(Model(), auth={"admin": AUTH["admin"]}, rules=rules, arms={"control": {"knobs": {"ttl": 60.0}}}) as client:
+        made = await client.ask("hello", {"x-cache-documents": "handbook", "x-cache-tags": "faq"})
+        later = client.gateway.runtime.clock() + 70.0
+        client.gateway.runtime.clock = lambda: later
+        assert (await client.ask("hello", {"x-cache-tags": "other"})).cache == "STALE"
+        entry = f"entries/{made.headers['x-cache-entry']}"
+
+        async def refreshed() -> bool:
+            return bool((await admin(client, entry))["written_at"] == later)
+
+        await until(refreshed, "the entry to be refreshed")
+        held = await admin(client, entry)
+        assert (held["documents"], held["tags"]) == (["handbook"], ["faq"])
+        assert (await admin(client, "flush", {"document": "handbook"}))["removed"] == 1
