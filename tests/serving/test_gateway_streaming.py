@@ -290,9 +290,10 @@ async def test_one_whose_beginning_nobody_knows_gets_the_whole_answer_and_is_tol
         assert "answer 1" in told(reply.body)
 
 
-async def test_an_offset_that_is_no_number_is_refused() -> None:
+@pytest.mark.parametrize("offset", ["-1", "1.5", "9" * 5000])
+async def test_an_offset_that_is_no_number_of_events_is_refused(offset: str) -> None:
     async with gateway(Model()) as client:
-        reply = await stream(client, headers={"x-cache-offset": "-1"})
+        reply = await stream(client, headers={"x-cache-offset": offset})
         assert (reply.status, reply.json["error"]["param"]) == (400, "x-cache-offset")
 
 
