@@ -8,7 +8,8 @@ path                                                   is
 ``POST /v1/chat/completions``, ``/v1/completions``,    cached (:mod:`serving.answering`); every answer says in its headers how it
 ``/v1/embeddings``                                     came about (:mod:`serving.replies`)
 ``GET /v1/models``, ``GET /v1/models/{model}``,        passed through, streams included. Answers, and what a tenant's key may see,
-``POST /v1/responses``                                 are the upstream's
+``POST /v1/responses``                                 are the upstream's. Where there are tenants nothing that is stored there
+                                                       may be referred to, for the reason below
 ``GET /v1/responses/{id}`` and what is below           passed through, but only where there are no tenants: the upstream knows one
                                                        key of all of them, and would show each the others' answers
 ``/admin/v1/...``                                      the admin API (:mod:`serving.admin`), off without a token
@@ -34,6 +35,7 @@ from serving.admin import AdminRoutes
 from serving.administration import Administration, open_audit
 from serving.answering import Answering
 from serving.inbound import PATHS, Disconnected, Receive, Refused, Scope, Send, identify, read_body, unless_gone
+from serving.keys import parse_body
 from serving.metrics import PrometheusSink, Sink
 from serving.replies import JSON_TYPE, Headers, respond
 from serving.runtime import Runtime
@@ -144,6 +146,8 @@ class Gateway:
         try:
             identify(runtime.tenants, dict(scope["headers"]).get(b"authorization"))
             raw = await read_body(receive, self._limit)
+            if path == "/responses" and runtime.tenants.configured:
+                _stateless(raw)
         except Refused as refusal:
             await respond(send, refusal.status, [JSON_TYPE], refusal.body)
             return
@@ -205,6 +209,29 @@ def _methods(path: str) -> tuple[str, ...]:
 
 def _back(headers: Any) -> Headers:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def _stateless(raw: bytes) -> None:
+    """Check that a request for a response refers to nothing that the upstream stores, where tenants share its key.
+
+    Raises:
+        Refused: If it does, or cannot be read.
+    """
+    try:
+        body = parse_body(raw)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    given = body.get("input")
+    items = given if isinstance(given, list) else ()
+    kinds = [item.get("type") for item in items if isinstance(item, dict) and "role" not in item]
+    referred = None in kinds or "item_reference" in kinds
+    for name, found in (
+        ("previous_response_id", body.get("previous_response_id") is not None),
+        ("conversation", body.get("conversation") is not None),
+        ("input", referred),
+    ):
+        if found:
+            raise Refused(f"{name}: expected all input in the request itself: what is stored is not told by tenant", param=name)
 
 
 async def _not_allowed(send: Send, path: str, method: str, allowed: str) -> None:

@@ -89,6 +89,27 @@ async def test_one_tenant_cannot_read_anothers_stored_responses() -> None:
         assert (await client.request("GET", "/v1/responses/resp-1", headers=bearer("b1"))).status == 404
 
 
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("previous_response_id", {"previous_response_id": "resp-1"}),
+        ("conversation", {"conversation": {"id": "conv-1"}}),
+        ("input", {"input": [{"type": "item_reference", "id": "msg-1"}]}),
+        ("input", {"input": [{"role": "user", "content": "x"}, {"id": "msg-1"}]}),
+    ],
+)
+async def test_one_tenant_cannot_go_on_with_anothers_stored_responses(param: str, fields: dict[str, Any]) -> None:
+    model = Model()
+    async with gateway(model, auth=AUTH) as client:
+        given = {"model": "m", "input": "what was said?", **fields}
+        reply = await client.request("POST", "/v1/responses", json=given, headers=bearer("b1"))
+        assert (reply.status, reply.json["error"]["param"]) == (400, param)
+        turns = [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": "o"}]
+        whole = {"model": "m", "input": turns, "previous_response_id": None}
+        assert (await client.request("POST", "/v1/responses", json=whole, headers=bearer("b1"))).status == 200
+    assert len(model.asked) == 1
+
+
 async def test_the_admin_api_is_not_there_without_a_token_and_not_for_tenants() -> None:
     async with gateway(Model(), auth={**AUTH, "admin": []}) as client:
         assert (await client.request("GET", "/admin/v1/stats", headers=ADMIN)).status == 404
