@@ -175,8 +175,11 @@ def _numbered(items: list[Any]) -> list[Any]:
 def _extend(known: list[Any], items: list[Any]) -> None:
     for item in items:
         index = item.get("index") if isinstance(item, dict) else None
+        if not isinstance(index, int):  # else it is no number: of the most likely tokens one may be called "index"
+            known.append(item)
+            continue
         same = next((one for one in known if isinstance(one, dict) and one.get("index") == index), None)
-        if index is None or same is None:
+        if same is None:
             known.append(item)
         else:
             merge(same, item)

@@ -332,3 +332,15 @@ def test_an_entry_has_the_same_text_in_either_form() -> None:
     whole = orjson.dumps(to_json(stream))
     assert text_of(Entry(b"k" * 32, stream, 0.0, form="sse")) == text_of(Entry(b"k" * 32, whole, 0.0)) == "12 apples"
     assert text_of(b"") == text_of(b"[]") == text_of(b"\xff") == ""
+
+
+def test_a_token_called_index_is_no_number_of_an_item() -> None:
+    said = [{"tokens": [" index"], "token_logprobs": [-0.5], "top_logprobs": [{"index": -0.5}]}] * 2
+    choices = [
+        {"index": 0, "text": " index", "logprobs": given, "finish_reason": end}
+        for given, end in zip(said, (None, "stop"), strict=True)
+    ]
+    stream = b"".join(
+        b"data: " + orjson.dumps({"object": "text_completion", "choices": [choice]}) + b"\n\n" for choice in choices
+    )
+    assert only_choice(stream + b"data: [DONE]\n\n")["logprobs"]["top_logprobs"] == [{"index": -0.5}, {"index": -0.5}]
