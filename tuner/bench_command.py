@@ -15,7 +15,7 @@ from tuner.errors import CommandError
 
 NAMES = (
     "http", "gateway", "sim", "ghost", "decision", "ppo-update", "fidelity", "fidelity-live", "semantic-errors",
-    "semantic-lookup",
+    "semantic-lookup", "memory",
 )  # fmt: skip
 FIDELITY_TRACE = "mooncake_conversation.jsonl.gz"
 LIVE_TRACE = "elastic_apache.csv.gz"
@@ -76,6 +76,10 @@ def _run(name: str, traces: Path, seconds: float, say: Callable[[str], None]) ->
         from experiments.bench import semantic_lookup
 
         return [semantic_lookup.run(traces / QUESTIONS, say=say)]
+    if name == "memory":
+        from experiments.bench import memory
+
+        return memory.run(traces, say=say)
     from experiments.bench import fidelity
 
     if name == "fidelity":

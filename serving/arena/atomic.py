@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 Words = npt.NDArray[np.int64]
+_compiled: Any = intrinsic
 
 
 def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -63,26 +64,26 @@ def _fence(typing: Any) -> Any:
     return types.void(), generate
 
 
-load: Callable[[Words, int], int] = intrinsic(_load)
+load: Callable[[Words, int], int] = _compiled(_load)
 """Return the word; what follows is read after it."""
 
-store: Callable[[Words, int, int], None] = intrinsic(_store)
+store: Callable[[Words, int, int], None] = _compiled(_store)
 """Set the word; what came before is seen by all who see it."""
 
-exchange: Callable[[Words, int, int], int] = intrinsic(_change("xchg"))
+exchange: Callable[[Words, int, int], int] = _compiled(_change("xchg"))
 """Set the word and return what it was."""
 
-set_bits: Callable[[Words, int, int], int] = intrinsic(_change("or"))
+set_bits: Callable[[Words, int, int], int] = _compiled(_change("or"))
 """Set those bits of the word and return what it was."""
 
-keep_bits: Callable[[Words, int, int], int] = intrinsic(_change("and"))
+keep_bits: Callable[[Words, int, int], int] = _compiled(_change("and"))
 """Clear all but those bits of the word and return what it was."""
 
-add: Callable[[Words, int, int], int] = intrinsic(_change("add"))
+add: Callable[[Words, int, int], int] = _compiled(_change("add"))
 """Add to the word and return what it was."""
 
-replace: Callable[[Words, int, int, int], bool] = intrinsic(_replace)
+replace: Callable[[Words, int, int, int], bool] = _compiled(_replace)
 """Set the word to the last argument if it is the one before; whether it was."""
 
-fence: Callable[[], None] = intrinsic(_fence)
+fence: Callable[[], None] = _compiled(_fence)
 """Everything before it is done before anything after it."""

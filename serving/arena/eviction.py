@@ -57,7 +57,7 @@ def slot_of(words: Words, private: Words, at: int) -> int:
     bucket, number = position >> 3, position & 7
     if bucket < 0 or bucket >= private[P_BUCKETS] or number < 1 or number > SLOTS:
         return CORRUPT
-    word = bucket_word(private, bucket) + number
+    word: int = bucket_word(private, bucket) + number
     slot = words[word]
     if slot == 0 or slot_at(slot) != at or not points_inside(private, slot):
         return CORRUPT

@@ -87,7 +87,7 @@ def _free_slot(words: Words, private: Words, value: int) -> int:
         bucket = other_bucket(value, private[P_BUCKETS])
     base = bucket_word(private, home_bucket(value, private[P_BUCKETS]))
     first = words[H_SEQUENCE] % SLOTS
-    chosen = base + 1 + first
+    chosen: int = base + 1 + first
     for step in range(SLOTS):
         number = 1 + (first + step) % SLOTS
         if (load(words, base) >> number) & 1 == 0:

@@ -33,6 +33,7 @@ from serving.arena.layout import (
     P_OLD,
     P_PAYLOAD,
     ArenaError,
+    Words,
     name_words,
     record_units,
     scratch,
@@ -96,6 +97,7 @@ class ArenaTier:
         self._clock = clock
         self._again = 0.0
         self._gone: list[tuple[int, bytes]] = []
+        self._private: Words
         self._make_scratch(FIRST_PAYLOAD)
 
     # -- what the memory tier has --------------------------------------------------------------------------------------------
@@ -414,7 +416,7 @@ class ArenaTier:
 
     def _make_scratch(self, payload: int) -> None:
         self._private = scratch(self.mapping.geometry, max(payload, FIRST_PAYLOAD))
-        view = memoryview(self._private).cast("B")
+        view = self._private.data.cast("B")
         self._key = view[P_KEY * 8 : P_KEY * 8 + KEY_BYTES]
         self._payload = view[P_PAYLOAD * 8 :]
 

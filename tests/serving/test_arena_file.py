@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from serving.arena import mapping
 from serving.arena.layout import H_RESERVED, H_VERSION, VERSION, ArenaError, Geometry
 from serving.tiers.arena import ArenaTier
 from tests.serving.arenas import ARM, MIB, answer, check, key
@@ -101,7 +100,7 @@ def test_no_room_to_begin_with_is_an_error_that_says_so(tmp_path: Path, monkeypa
     def full(descriptor: int, begin: int, count: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mapping.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ArenaError, match=r"cannot be made \(No space left on device\).*make it smaller"):
         ArenaTier(tmp_path / "arena", MIB)
     assert list(tmp_path.iterdir()) == []
@@ -120,7 +119,7 @@ def test_a_file_system_that_fills_up_makes_it_smaller_not_wrong(tmp_path: Path, 
         free[0] -= count
         real(descriptor, begin, count)
 
-    monkeypatch.setattr(mapping.os, "posix_fallocate", scarce)
+    monkeypatch.setattr(os, "posix_fallocate", scarce)
     gone: list[bytes] = []
     tier.on_evict = lambda arm, keys: gone.extend(keys)
     for number in range(1000):

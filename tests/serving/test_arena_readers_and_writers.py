@@ -6,14 +6,14 @@ import itertools
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from serving.arena.layout import P_KEY, digest, home_bucket
 from serving.tiers.arena import ArenaTier
@@ -41,7 +41,7 @@ class Clock:
         self.used: set[bytes] = set()
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         return sum(entry.size for entry in self.entries.values())
 
     def put(self, entry: Entry) -> list[bytes]:
@@ -54,7 +54,7 @@ class Clock:
 
     def trim(self, room: int = 0) -> list[bytes]:
         gone = []
-        while self.bytes + room > self.budget:
+        while self.size + room > self.budget:
             oldest = next(iter(self.entries))
             if oldest in self.used:
                 self.used.discard(oldest)
@@ -130,7 +130,7 @@ class Histories(RuleBasedStateMachine):
         for arm, model in self.model.items():
             stats = self.call(self.version % 3, "stats_now", arm)[0]
             assert (stats.entries, stats.bytes, stats.budget) == (  # type: ignore[attr-defined]
-                len(model.entries), model.bytes, model.budget,
+                len(model.entries), model.size, model.budget,
             )  # fmt: skip
 
     def teardown(self) -> None:
@@ -140,9 +140,7 @@ class Histories(RuleBasedStateMachine):
 def test_any_history_of_three_processes_is_that_of_one_cache() -> None:
     Histories.workers = tuple(Worker(serve) for _ in range(3))
     try:
-        machine = Histories.TestCase()
-        machine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
-        machine.runTest()
+        run_state_machine_as_test(Histories, settings=settings(max_examples=15, stateful_step_count=30, deadline=None))
     finally:
         for worker in Histories.workers:
             worker.close()
@@ -237,7 +235,11 @@ def test_readers_race_two_writers_and_see_no_torn_answer(tier: ArenaTier) -> Non
 
 def test_what_is_evicted_is_told_after_the_lease_is_given_back(tier: ArenaTier) -> None:
     tier.resize_now(ARM, 1000)
-    tier.on_evict = lambda arm, names: [tier.delete_now(arm, key(3)) for _ in names]
+
+    def delete(arm: str, names: Sequence[bytes]) -> None:
+        tier.delete_now(arm, key(3))
+
+    tier.on_evict = delete
     for number in range(10):
         tier.put_now(ARM, answer(number, 1, 200))
     assert tier.repairs == 0
