@@ -38,6 +38,8 @@ class AccessLogError(ValueError):
 def read_access_log(directory: str | Path, *, since: float = -np.inf, until: float = np.inf) -> pd.DataFrame:
     """Read the access log of every replica.
 
+    Requests whose clients went away before their answer are left out: nobody knows how long they would have taken.
+
     The log may be live: a last line that is not complete yet is left out and counted in ``frame.attrs["torn_lines"]``.
 
     Args:
@@ -72,7 +74,7 @@ def read_access_log(directory: str | Path, *, since: float = -np.inf, until: flo
             try:
                 record = orjson.loads(line)
                 values = [record[name] for name in COLUMNS]
-                wanted = since <= values[0] <= until
+                wanted = since <= values[0] <= until and record["outcome"] != "left"
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
                 if number > complete:
                     torn += 1

@@ -22,15 +22,16 @@ _log = logging.getLogger(__name__)
 MOST_WAITING = 100_000
 """Records that wait in memory while the disk is full."""
 
-Outcome = Literal["hit", "semantic_hit", "miss", "bypass", "error"]
+Outcome = Literal["hit", "semantic_hit", "miss", "bypass", "error", "left"]
 """``hit``: the cache answered, with an entry of the same question or with the answer that an identical request was waiting for;
 ``semantic_hit``: with the answer to another question; ``miss``: the model; ``bypass``: the model, and the cache was not asked;
-``error``: the model failed, or could not be asked."""
+``error``: the model failed, or could not be asked; ``left``: the client went away before the end of its answer (status 499,
+latency until then); it is in no figure about answered requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRecord:
-    """One answered request.
+    """One request.
 
     Attributes:
         at: Arrival, seconds since the epoch.
@@ -65,7 +66,7 @@ class AccessRecord:
 
 @dataclass(frozen=True, slots=True)
 class DetailedRecord(AccessRecord):
-    """One answered request, as it is written: with what only people ask for.
+    """One request, as it is written: with what only people ask for.
 
     Attributes:
         rule: The rule that decided (:class:`serving.policy.Rule`).

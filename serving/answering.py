@@ -121,7 +121,7 @@ class Answering:
             try:
                 await unless_gone(receive, self._ask(x, found))
             except Disconnected:
-                return
+                runtime.left(x.at, time.perf_counter() - x.began, x.inbound, x.arm, found.rule)
 
     # -- from the cache ------------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class Fetcher:
 
         async def settle(flight: Flight) -> None:
             body, head = flight.body, flight.head
-            if flight.state == "complete" or not body or head is None or not head.ok or head.form != "sse":
+            if flight.state == "complete" or not body or head is None or not head.ok or head.private or head.form != "sse":
                 return
             body = sse.whole(body)
             if not body or len(body) > self._admission.max_entry_bytes or recording.assemble(body).done:
@@ -204,7 +204,7 @@ class Fetcher:
             answer = await self._upstream.call(PATHS[call.endpoint], call.body, call.headers)
         except Overloaded as error:
             answer = self._no_turn(arm, error)
-        flight.begin(_head(answer))
+        flight.begin(self._head(answer))
         parsed = _json_object(answer)
         refusal = self._billed(arm, call, cause, answer, parsed, len(answer.body), interrupted=False)
         if refusal is None and keep:
@@ -219,12 +219,12 @@ class Fetcher:
         embedding = self._embedding(call, keep=keep)
         try:
             async with self._upstream.stream(PATHS[call.endpoint], call.body, call.headers) as (answer, chunks):
-                flight.begin(_head(answer))
+                flight.begin(self._head(answer))
                 async for chunk in chunks:
                     await flight.append(chunk)
         except Overloaded as error:
             answer = self._no_turn(arm, error)
-            flight.begin(_head(answer))
+            flight.begin(self._head(answer))
             await flight.append(answer.body)
         except Interrupted:
             self._metrics.count("cachepilot_upstream_errors_total", arm)
@@ -273,6 +273,10 @@ class Fetcher:
     def _no_turn(self, arm: str, error: Overloaded) -> UpstreamAnswer:
         self._metrics.count("cachepilot_upstream_rejections_total", arm)
         return overloaded(error)
+
+    def _head(self, answer: UpstreamAnswer) -> Head:
+        private = answer.no_store and self._admission.heed_no_store
+        return Head(answer.status, answer.content_type, answer.headers, private)
 
     def _embedding(self, call: Call, *, keep: bool) -> asyncio.Task[bytes] | None:
         """The embedding of a request that was not looked up by meaning, computed while the model works."""
@@ -332,10 +336,6 @@ class Fetcher:
 
 def _without_text(meta: bytes) -> bytes:
     return replace(EntryMeta.load(meta), text="").dump() if b'"text"' in meta else meta
-
-
-def _head(answer: UpstreamAnswer) -> Head:
-    return Head(answer.status, answer.content_type, answer.headers)
 
 
 def _json_object(answer: UpstreamAnswer) -> dict[str, Any] | None:

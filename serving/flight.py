@@ -44,11 +44,13 @@ class Head:
         status: HTTP status.
         content_type: Media type.
         headers: Headers worth passing back, lower-case names.
+        private: Whether it is for the one who asked alone: the upstream would not have it stored, and that is heeded.
     """
 
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    private: bool = False
 
     @property
     def ok(self) -> bool:
@@ -58,7 +60,7 @@ class Head:
     @property
     def shareable(self) -> bool:
         """Whether the answer may be given to another client who asked the same: 2xx, and errors that are the upstream's."""
-        return self.ok or self.status >= 500
+        return (self.ok and not self.private) or self.status >= 500
 
     @property
     def form(self) -> Form:

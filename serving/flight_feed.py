@@ -457,9 +457,9 @@ class Claim:
 
 
 def _head_bytes(head: Head) -> bytes:
-    return orjson.dumps([head.status, head.content_type, dict(head.headers)])
+    return orjson.dumps([head.status, head.content_type, dict(head.headers), head.private])
 
 
 def _head_of(written: bytes) -> Head:
-    status, content_type, headers = orjson.loads(written)
-    return Head(status, content_type, headers)
+    status, content_type, headers, private = orjson.loads(written)
+    return Head(status, content_type, headers, private)

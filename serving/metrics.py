@@ -56,6 +56,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_latency_seconds_total", "counter", ("arm", "outcome"), "Sum of the latencies of all requests, exact."),
     Metric("cachepilot_coalesced_requests_total", "counter", ("arm",),
            "Hits that waited for the answer to the same question, or nearly the same, that was under way."),
+    Metric("cachepilot_clients_left_total", "counter", ("arm",),
+           "Requests whose clients went away before their answer's end; in no other figure about requests."),
     Metric("cachepilot_resident_bytes", "gauge", ("arm", "tier"),
            "Bytes held. The redis tier is shared: each replica reports the same number (take the max); sum over memory tiers."),
     Metric("cachepilot_evictions_total", "counter", ("arm", "tier"), "Entries dropped for want of room."),

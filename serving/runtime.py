@@ -55,6 +55,9 @@ ACCEPTANCE_SECONDS = 1.0
 MIN_FLIGHT_BYTES = 4 << 20
 """Bytes of an answer under way that are kept at least for those who join it late."""
 
+CLIENT_LEFT = 499
+"""Status of a request whose client did not wait for its answer, as nginx has it."""
+
 REPORT_SECONDS = 5.0
 """How often a replica repeats which version it runs; a third of what the store takes for death."""
 
@@ -346,6 +349,31 @@ class Runtime:
         """Count an answered request and write its line of the access log."""
         self.metrics.request(arm, outcome, latency)
         self.metrics.count("cachepilot_decisions_total", arm, rule)
+        self._log_access(at, latency, inbound, arm, outcome, status, rule, tier, entry, age, stale, similarity)
+
+    def left(self, at: float, latency: float, inbound: Inbound, arm: str, rule: str) -> None:
+        """Count a request whose client went away before its answer's end, and write its line of the access log.
+
+        It is none of the answered requests: what it would have waited nobody knows.
+        """
+        self.metrics.count("cachepilot_clients_left_total", arm)
+        self._log_access(at, latency, inbound, arm, "left", CLIENT_LEFT, rule)
+
+    def _log_access(
+        self,
+        at: float,
+        latency: float,
+        inbound: Inbound,
+        arm: str,
+        outcome: Outcome,
+        status: int,
+        rule: str,
+        tier: str = "",
+        entry: Entry | None = None,
+        age: float = 0.0,
+        stale: float = 0.0,
+        similarity: float = 0.0,
+    ) -> None:
         if self._access_log is not None:
             size, tokens = (entry.size, (entry.input_tokens, entry.output_tokens)) if entry is not None else (0, (0, 0))
             self._access_log.write(

@@ -47,6 +47,11 @@ def test_the_logs_of_all_replicas_are_merged_in_order_of_time(tmp_path):
     assert list(read_access_log(tmp_path, since=2.0, until=3.0)["at"]) == [2.0, 3.0]
 
 
+def test_requests_whose_clients_left_are_left_out(tmp_path):
+    write(tmp_path / "access-a.jsonl", record(1.0), record(2.0, outcome="left", status=499), record(3.0, outcome="miss"))
+    assert list(read_access_log(tmp_path)["outcome"]) == ["hit", "miss"]
+
+
 def test_a_torn_last_line_of_a_live_log_is_left_out_and_counted(tmp_path):
     write(tmp_path / "access-a.jsonl", record(1.0), tail=b'{"at":2.0,"key":12,"ar')
     frame = read_access_log(tmp_path)

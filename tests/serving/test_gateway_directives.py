@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.gateways import Client, Model, gateway
+from tests.serving.gateways import Client, Model, before, gateway
 from tests.waiting import until
 
 TTL = {"control": {"knobs": {"ttl": 60.0}}}
@@ -248,6 +248,25 @@ async def test_an_answer_that_the_models_server_would_not_have_stored(heeded: bo
         assert [(await client.ask("hello", stream=stream)).cache for _ in range(2)] == ["MISS", cache]
         refused = await client.metric('cachepilot_answers_not_kept_total{arm="control",reason="upstream"}')
         assert refused == (2 if cache == "MISS" else 0)
+
+
+async def test_an_answer_that_is_not_to_be_stored_is_nobody_elses_and_not_gone_on_with(redis_url: str, namespace: str) -> None:
+    model = Model()
+    model.sends = {"cache-control": "no-store"}
+    settings = {"redis_url": redis_url, "namespace": namespace, "admission": {"heed_no_store": True}}
+    async with before(model, replicas=2, **settings) as clients:
+        for stream in (False, True):
+            model.hold.clear()
+            asked = [asyncio.create_task(client.ask("hello", stream=stream)) for client in clients for _ in range(2)]
+            await until(lambda: len(model.asked) >= 1, "the first to be asked")
+            model.hold.set()
+            replies = await asyncio.gather(*asked)
+            assert len({reply.body for reply in replies}) == 4
+            assert {reply.cache for reply in replies} == {"MISS"}
+        model.cut_after = 4
+        await clients[0].ask("cut", stream=True)
+        model.cut_after = None
+        assert (await clients[0].ask("cut", {"x-cache-offset": "4"}, stream=True)).headers["x-cache-offset"] == "0"
 
 
 async def test_requests_whose_answers_are_not_kept_do_not_wait_for_one_another() -> None:
