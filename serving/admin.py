@@ -355,7 +355,7 @@ def _where(body: Mapping[str, Any]) -> FlushWhere:
         if not isinstance(value, str):
             raise _Refused(f"{name}: expected a text, got {value!r}", param=name)
     # A mistyped filter must not empty the cache, nor may "all" hide that one was given.
-    if body.get("all") not in (None, False, True) or bool(body.get("all")) == bool(given):
+    if not isinstance(body.get("all"), bool | None) or bool(body.get("all")) == bool(given):
         raise _Refused(f'expected at least one of {", ".join(names)}, or {{"all": true}} alone to remove everything')
     return FlushWhere(**given)
 

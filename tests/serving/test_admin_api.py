@@ -206,7 +206,16 @@ async def test_a_flush_tells_what_it_removed_and_is_recorded(api: Api) -> None:
 
 
 async def test_everything_is_flushed_only_where_that_is_said(api: Api) -> None:
-    for body in ({}, {"tag": None}, {"all": False}, {"all": True, "tag": "x"}, {"all": "yes"}, {"tags": "x"}, {"tag": ["x"]}):
+    for body in (
+        {},
+        {"tag": None},
+        {"all": False},
+        {"all": True, "tag": "x"},
+        {"all": "yes"},
+        {"all": 1},
+        {"tags": "x"},
+        {"tag": ["x"]},
+    ):
         assert (await api.ask("POST", "flush", json=body)).status == 400, body
     assert (api.backend.told, api.audit.events) == ([], [])
     assert (await api.ask("POST", "flush", json={"all": True})).json["removed"] == 7
