@@ -22,7 +22,7 @@ from serving.embedding import DIMENSIONS, Embedder, EmbeddingUnavailable
 from serving.flights import Flight
 from serving.meaning.acceptance import Acceptance
 from serving.meaning.guards import Guards
-from serving.meaning.lsh import Signature
+from serving.meaning.lsh import Projection, Signature
 from serving.meaning.verification import same_answer
 from serving.metrics import GatewayMetrics
 from serving.policy import Asked, Candidate
@@ -51,6 +51,9 @@ class ByMeaning:
         settings: How answers by meaning are given.
         metrics: Where failures, objections and verdicts are counted.
         draw: Uniform random numbers from 0 to 1.
+
+    Raises:
+        ValueError: If the file of principal components cannot be used.
     """
 
     def __init__(self, settings: SemanticSettings, metrics: GatewayMetrics, *, draw: Callable[[], float] = random.random) -> None:
@@ -59,7 +62,8 @@ class ByMeaning:
         self.guards = Guards(settings.guards)
         self.acceptance = Acceptance(settings.max_error if settings.max_error is not None else 0.5, over=settings.error_over)
         lsh = settings.lsh
-        self._signature = Signature(DIMENSIONS, lsh.bits, lsh.buckets, lsh.seed)
+        projection = Projection.load(lsh.components) if lsh.components is not None else None
+        self._signature = Signature(DIMENSIONS, lsh.bits, lsh.buckets, lsh.seed, projection)
         self._vectors: OrderedDict[bytes, bytes] = OrderedDict()
         self._verifying: set[asyncio.Task[None]] = set()
         self._fitting: asyncio.Task[None] | None = None

@@ -141,6 +141,8 @@ class LshSettings(Settings):
         bits: Length of the signature.
         buckets: Number of buckets, a power of two.
         seed: Draws the hyperplanes.
+        components: File of principal components that vectors are projected on first (``serving.meaning.lsh``), the same for all
+            replicas; null: none. Questions of one field then fall into more buckets.
         arms: Whether the bucket, not the key, assigns a request to an arm, so that paraphrases meet the same arm. Each request
             then needs its embedding before it can be looked up.
     """
@@ -148,6 +150,7 @@ class LshSettings(Settings):
     bits: Annotated[int, Field(ge=8, le=64, multiple_of=8)] = 64
     buckets: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     seed: int = 0
+    components: Path | None = None
     arms: bool = False
 
     @field_validator("buckets")

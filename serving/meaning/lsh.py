@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,30 @@ class Projection:
 
     mean: npt.NDArray[np.int64]
     components: npt.NDArray[np.int64]
+
+    def save(self, path: Path) -> None:
+        """Write it to a file of numpy's ``npz`` format, which each replica is to be given."""
+        with path.open("wb") as file:
+            np.savez(file, mean=self.mean, components=self.components)
+
+    @classmethod
+    def load(cls, path: Path) -> Projection:
+        """Return what :meth:`save` wrote.
+
+        Raises:
+            ValueError: If the file cannot be read or holds something else.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                mean, components = found["mean"], found["components"]
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile, AttributeError, TypeError) as error:
+            raise ValueError(f"lsh: {path}: expected components that Projection.save wrote: {error}") from error
+        if mean.dtype != np.int64 or components.dtype != np.int64 or mean.ndim != 1 or components.ndim != 2:
+            raise ValueError(
+                f"lsh: {path}: expected int64 arrays, mean of shape (D,) and components of shape (K, D), got {mean.dtype} "
+                f"{mean.shape} and {components.dtype} {components.shape}"
+            )
+        return cls(mean, components)
 
 
 def fit_pca(vectors: npt.NDArray[np.int8], components: int = 64) -> Projection:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import serving.embedding
+from serving.embedding import quantise
+from serving.gateway import Gateway
+from serving.meaning.lsh import Signature, fit_pca
+from serving.settings import GatewaySettings
 from tests.serving.gateways import Model, before, gateway
 from tests.waiting import until
 
@@ -183,6 +189,18 @@ async def test_paraphrases_meet_the_same_arm_where_buckets_assign_them() -> None
         for text, reply in replies.items():
             again = await client.ask(text)
             assert again.headers["x-cache-arm"] == reply.headers["x-cache-arm"]
+
+
+async def test_buckets_may_be_cut_along_the_components_of_what_is_asked(tmp_path: Path) -> None:
+    path, arms = tmp_path / "components.npz", {name: {"share": 0.5} for name in ("one", "two")}
+    fit_pca(quantise(np.random.default_rng(1).normal(size=(100, 384))), 16).save(path)
+    async with gateway(Model(), arms=arms, **semantic(lsh={"arms": True, "components": str(path)})) as client:
+        signature = client.gateway.runtime.meaning._signature
+        assert signature.of(bytes(384)) != Signature().of(bytes(384))
+        assert [(await client.ask(text)).cache for text in (PIN[0], PIN[0])] == ["MISS", "HIT"]
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"components\.npz: expected"):
+        Gateway(GatewaySettings.model_validate(semantic(lsh={"components": str(path)})))
 
 
 async def test_replicas_answer_by_meaning_what_another_was_asked(redis_url: str, namespace: str) -> None:

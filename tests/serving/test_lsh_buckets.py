@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -89,6 +91,27 @@ def test_a_fit_finds_the_directions_of_the_data_whatever_the_solvers_signs() -> 
     fitted = fit_pca(np.rint(along * 40).clip(-127, 127).astype(np.int8), 2)
     assert np.abs(fitted.components).argmax(axis=1).tolist() == [3, 5]
     assert fitted.components.max(axis=1) == pytest.approx([1 << 14, 1 << 14], rel=0.01)
+
+
+def test_a_fit_is_the_same_after_a_file(tmp_path: Path) -> None:
+    fitted, path = fit_pca(VECTORS[:200], 16), tmp_path / "components"
+    fitted.save(path)
+    one, other = (Signature(components=given) for given in (fitted, Projection.load(path)))
+    assert [one.of(vector.tobytes()) for vector in VECTORS] == [other.of(vector.tobytes()) for vector in VECTORS]
+    assert Projection.load(path).components.dtype == np.int64
+
+
+@pytest.mark.parametrize("written", [None, b"", b"no archive", b"PK\x03\x04 torn", "other arrays", "floats"])
+def test_a_file_that_holds_no_fit_is_named(written: bytes | str | None, tmp_path: Path) -> None:
+    path = tmp_path / "components.npz"
+    if isinstance(written, bytes):
+        path.write_bytes(written)
+    elif written == "other arrays":
+        np.savez(path, mean=np.zeros(3, np.int64))
+    elif written == "floats":
+        np.savez(path, mean=np.zeros(3), components=np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"components\.npz: expected"):
+        Projection.load(path)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
