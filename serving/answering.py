@@ -242,9 +242,9 @@ class Answering:
             return False
         kind = (b"content-type", head.content_type.encode("latin-1"))
         recorded, form = body, head.form
-        if head.ok and (form == "sse") != asked.stream and (form == "sse" or not reader.leader):
+        if head.ok and (form == "sse") != asked.stream and (form == "sse" or reader.shared):
             converted = convert(body, form, stream=asked.stream, usage=asked.usage)
-            if converted is None and not reader.leader:
+            if converted is None and reader.shared:
                 return False
             if converted is not None:
                 body, kind = converted, STREAM_TYPE if asked.stream else JSON_TYPE

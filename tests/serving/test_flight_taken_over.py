@@ -133,3 +133,21 @@ async def test_one_who_asks_for_json_does_not_get_the_half_of_a_stream_that_anot
         model.hold.set()
         reply = await following
         assert reply.json["choices"][0]["message"]["content"] == TEXT
+
+
+async def test_one_who_asks_for_a_stream_gets_one_where_another_replica_asks_for_json(redis_url: str, namespace: str) -> None:
+    model = Model()
+    model.message = lambda *_: {"content": TEXT}
+    model.hold.clear()
+    async with before(model, replicas=2, redis_url=redis_url, namespace=namespace) as clients:
+        leading = asyncio.create_task(clients[0].ask("hello"))
+        await until(lambda: len(model.asked) == 1, "the first to ask the model")
+        following = asyncio.create_task(stream(clients[1]))
+        await until(lambda: len(clients[1].gateway.runtime.flights) == 1, "the second to follow")
+        model.hold.set()
+        reply = await following
+        assert (await leading).json["choices"][0]["message"]["content"] == TEXT
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        assert told(reply.body) == TEXT
+        assert events(reply.body)[-1].done
+    assert len(model.asked) == 1
