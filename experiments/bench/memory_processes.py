@@ -93,18 +93,20 @@ def kills(times: int, *, seed: int = 0, say: Callable[[str], None] = lambda text
     }  # fmt: skip
 
 
-def readers(path: Path, size: int, count: int, entries: int, seconds: float) -> float:
-    """Return the reads per second of so many processes together."""
+def readers(path: Path, size: int, count: int, entries: int, seconds: float) -> tuple[float, float]:
+    """Return the reads of so many processes together per second, and per second that they had a processor."""
     running = [forked(_read, str(path), size, entries, number, seconds) for number in range(count)]
     for _, connection in running:
         connection.recv()
     for _, connection in running:
         connection.send("go")
-    total = 0.0
+    total = busy = 0.0
     for process, connection in running:
-        total += connection.recv()
+        per_second, per_busy_second = connection.recv()
+        total += per_second
+        busy += per_busy_second / count
         process.join()
-    return total
+    return total, busy
 
 
 class HandedOver:
@@ -171,12 +173,12 @@ def _read(connection: Connection, path: str, size: int, entries: int, seed: int,
     connection.send("ready")
     connection.recv()
     count = 0
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < seconds:
         for name in keys:
             tier.get_now(ARM, name)
         count += len(keys)
-    connection.send(count / (time.perf_counter() - began))
+    connection.send((count / (time.perf_counter() - began), count / (time.process_time() - busy)))
 
 
 def _write_what_comes(connection: Connection, path: str, size: int, address: str) -> None:

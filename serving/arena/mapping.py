@@ -21,6 +21,7 @@ STEP = 1 << 20
 """Bytes for which memory is reserved at a time: a file that has none where it is written to ends the process."""
 
 _USERS = struct.Struct("hhqqi4x")  # struct flock
+_POPULATE_READ = 22  # MADV_POPULATE_READ, which the standard library has no name for
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +35,8 @@ class Mapping:
         descriptor: Of the file; its ``flock`` is the right to write.
 
     Args:
-        path: The file; it is made if it is not there. ``/dev/shm``, a hugepage mount or a DAX device's file system.
+        path: The file; it is made if it is not there. In ``/dev/shm``, a tmpfs mounted with ``huge=always``, or
+            the file system of a DAX device.
         size: Bytes of a file that is made. An existing one of another size is replaced, unless others use it.
         entry_bytes: What entries are expected to have on average; sets the number of buckets of a file that is made.
 
@@ -88,6 +90,11 @@ class Mapping:
             return False
         self.words[H_RESERVED] = (begin + count) // UNIT
         return True
+
+    def bring_in(self) -> None:
+        """Map all that has memory at once, which is many times faster than page by page."""
+        with suppress(OSError):  # kernels before 5.14 do not have it
+            self._map.madvise(_POPULATE_READ, 0, int(self.words[H_RESERVED]) * UNIT // mmap.PAGESIZE * mmap.PAGESIZE)
 
     def close(self) -> None:
         """Unmap it; the file stays, with all that is in it."""

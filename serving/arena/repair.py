@@ -73,6 +73,7 @@ def _belongs(words: Words, private: Words, bucket: int, number: int) -> bool:
 def _twice(words: Words, private: Words, bucket: int, number: int, record: int) -> bool:
     """Whether the record's key is in an earlier slot of its bucket, or in its first bucket while this is the other one."""
     arm = record_arm(words, record)
+    tag = slot_tag(words[bucket_word(private, bucket) + number])
     home = home_bucket(digest(words[record + R_KEY], arm), private[P_BUCKETS])
     for turn in range(2):
         if turn == 1 and home == bucket:
@@ -80,7 +81,7 @@ def _twice(words: Words, private: Words, bucket: int, number: int, record: int) 
         where = bucket if turn == 0 else home
         for earlier in range(1, number if turn == 0 else SLOTS + 1):
             slot = words[bucket_word(private, where) + earlier]
-            if slot == 0 or not _belongs(words, private, where, earlier):
+            if slot == 0 or slot_tag(slot) != tag or not _belongs(words, private, where, earlier):
                 continue
             other = slot_at(slot) * UNIT_WORDS
             same = record_arm(words, other) == arm
