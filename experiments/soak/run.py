@@ -222,7 +222,9 @@ class Soak:
             reply = await self._ask(ask, {}, leaves_after=ask.patience)
             self._judged(ask, reply, judge(ask, reply, self._oracle))
             # What a client has of the answer to another question, only that one's entry goes on with: it does not come back.
-            if ask.behaviour == "returns" and reply.ended == "left" and reply.status == 200 and not reply.by_meaning:
+            # Nor does one who has everything.
+            unfinished = reply.ended == "left" and reply.status == 200 and b"data: [DONE]" not in reply.body
+            if ask.behaviour == "returns" and unfinished and not reply.by_meaning:
                 await asyncio.sleep(draw.uniform(0.0, 1.5))
                 await self._return(ask, reply.body)
 
