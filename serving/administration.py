@@ -98,10 +98,10 @@ class Administration:
         for arm in runtime.names:
             if where.arm not in (None, arm):
                 continue
-            runtime.flights.forget(arm)  # what is under way was asked before the flush
             if where.whole_arms:
                 removed += await runtime.cache.flush(arm)
                 continue
+            await runtime.cache.outdate(arm)  # what is under way was asked before the flush
             doomed: list[bytes] = []
             async for step in runtime.cache.heads(arm):
                 doomed += [head.key for head in step if where.matches(arm, EntryMeta.load(head.meta))]

@@ -97,6 +97,10 @@ class TieredCache:
         rules: Settings that do not change at run time.
         replicas: How many replicas share the memory part of the budget, >= 1.
         rebuild_vectors: How many of an arm's most recently used entries are read from the store to build the index at a start.
+        confidential: Whether a decision must not tell that another context holds something similar: where contexts are tenants'.
+
+    Attributes:
+        on_outdated: Told the arm whose answers under way are older than a flush, here or at another replica.
 
     Raises:
         ValueError: If ``replicas`` is below 1.
@@ -111,6 +115,7 @@ class TieredCache:
         rules: CacheRules,
         replicas: int = 1,
         rebuild_vectors: int = 10_000,
+        confidential: bool = False,
     ) -> None:
         if replicas < 1:
             raise ValueError(f"tiered cache: replicas: expected at least 1, got {replicas!r}")
@@ -120,6 +125,8 @@ class TieredCache:
         self.rules = rules
         self.replicas = replicas
         self._rebuild_limit = rebuild_vectors
+        self._confidential = confidential
+        self.on_outdated: Callable[[str], None] = lambda _: None
         self._knobs: dict[str, Knobs] = {}
         self._owed: set[str] = set()  # arms whose budget the store has not taken yet
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
@@ -335,8 +342,18 @@ class TieredCache:
         self._forget_vectors(arm, keys)
         return await self.store.delete_many(arm, keys) if self.store is not None else held
 
+    async def outdate(self, arm: str) -> None:
+        """Tell every replica that answers under way in the arm are outdated: before entries are removed by what they are."""
+        self.on_outdated(arm)
+        if self.store is not None and isinstance(self.store, SharedTier):
+            try:
+                await self.store.outdate(arm)
+            except TierUnavailable as error:
+                _log.warning("arm %s: other replicas may keep answers that were under way at a flush: %s", arm, error)
+
     async def flush(self, arm: str) -> int:
         """Remove every entry of the arm; how many there were (of the memory tier alone if the store is away)."""
+        self.on_outdated(arm)
         count = self.memory.flush_now(arm)
         if self.vectors is not None:
             self.vectors.flush(arm)
@@ -426,7 +443,8 @@ class TieredCache:
         assert self.vectors is not None
         threshold = max(self.rules.semantic_threshold, asked.directives.threshold or 0.0)
         found = await self.vectors.near(arm, asked.fp.context, vector, floor=threshold)
-        near = [Candidate(each.key, each.context, each.similarity) for each in found]
+        own = [each for each in found if each.context == asked.fp.context] if self._confidential else found
+        near = [Candidate(each.key, each.context, each.similarity) for each in own]
         known: dict[bytes, Candidate] = {}
         for candidate in worth_fetching(asked, near, self.rules):
             entry = self.memory.get_now(arm, candidate.key, touch=False)
@@ -535,9 +553,11 @@ class TieredCache:
             if self.vectors is not None and not self.vectors.shared:
                 self.vectors.remove(change.arm, change.keys)
         else:
-            self.memory.flush_now(change.arm)
-            if self.vectors is not None and not self.vectors.shared:
-                self.vectors.flush(change.arm)
+            self.on_outdated(change.arm)
+            if change.kind == "flush":
+                self.memory.flush_now(change.arm)
+                if self.vectors is not None and not self.vectors.shared:
+                    self.vectors.flush(change.arm)
 
 
 def _lookup(

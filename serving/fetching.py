@@ -162,7 +162,15 @@ class Fetcher:
 
         async def settle(flight: Flight) -> None:
             body, head = flight.body, flight.head
-            if flight.state == "complete" or not body or head is None or not head.ok or head.private or head.form != "sse":
+            if (
+                flight.outdated
+                or flight.state == "complete"
+                or not body
+                or head is None
+                or not head.ok
+                or head.private
+                or head.form != "sse"
+            ):
                 return
             body = sse.whole(body)
             if not body or len(body) > self._admission.max_entry_bytes or recording.assemble(body).done:
@@ -208,9 +216,7 @@ class Fetcher:
         parsed = _json_object(answer)
         refusal = self._billed(arm, call, cause, answer, parsed, len(answer.body), interrupted=False)
         if refusal is None and keep:
-            entry = self._entry(call, answer.body, "json", parsed, await embedding if embedding is not None else call.vector)
-            await self._keep(arm, entry)
-            flight.entry = entry
+            await self._keep(flight, arm, self._entry(call, answer.body, "json", parsed, await _vector(embedding, call)))
         if answer.body:
             await flight.append(answer.body)
         flight.finish(refusal is None)
@@ -239,9 +245,7 @@ class Fetcher:
         size = len(body) if body else flight.position
         refusal = self._billed(arm, call, cause, answer, parsed, size, interrupted=interrupted)
         if refusal is None and keep:
-            entry = self._entry(call, body, form, parsed, await embedding if embedding is not None else call.vector)
-            await self._keep(arm, entry)
-            flight.entry = entry
+            await self._keep(flight, arm, self._entry(call, body, form, parsed, await _vector(embedding, call)))
         flight.finish(refusal is None)
 
     async def _go_on(self, flight: Flight, arm: str, call: Call, partial: Entry, cause: str) -> None:
@@ -318,7 +322,11 @@ class Fetcher:
         store = self._cache.store
         return store.charged(entry) if store is not None else entry
 
-    async def _keep(self, arm: str, entry: Entry) -> None:
+    async def _keep(self, flight: Flight, arm: str, entry: Entry) -> None:
+        """Store what a flight became, unless a flush came while it was under way."""
+        if flight.outdated:
+            return
+        flight.entry = entry
         if self._cache.store is None:
             await self._put(arm, entry)
             return
@@ -346,6 +354,10 @@ def _json_object(answer: UpstreamAnswer) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+async def _vector(embedding: asyncio.Task[bytes] | None, call: Call) -> bytes | None:
+    return await embedding if embedding is not None else call.vector
 
 
 def _continued(call: Call, partial: bytes) -> bytes | None:

@@ -89,6 +89,7 @@ class Flight:
         ended: When it ended.
         over: Set when it has ended.
         settled: Set when it has ended and what is kept of it is kept: then ``entry`` is final.
+        outdated: Whether a flush came while it was under way: its readers get it, and it is not kept.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Flight:
         self.ended = float("inf")
         self.over = asyncio.Event()
         self.settled = asyncio.Event()
+        self.outdated = False
         self.unlisted: Callable[[Flight], None] = lambda _: None
         self.abandoned: Callable[[Flight], None] = lambda _: None
         self._max_bytes, self._grace, self._clock = max_bytes, grace, clock

@@ -166,7 +166,12 @@ class Flights:
         return self._start(arm, key, producer, settle, b"", None, None, listed=False)
 
     def forget(self, arm: str | None = None) -> None:
-        """Let nobody join the flights under way any more, of an arm or of all: after a flush. They go on for their readers."""
+        """Let nobody join the flights under way any more, of an arm or of all: after a flush.
+
+        They go on for their readers, and are outdated: they are not to be kept.
+        """
+        for flight in self._tasks:
+            flight.outdated = flight.outdated or arm is None or flight.arm == arm
         for flight in [flight for flight in self._listed.values() if arm is None or flight.arm == arm]:
             self._unlist(flight)
 

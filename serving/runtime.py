@@ -125,6 +125,7 @@ class Runtime:
             vectors=self._open_vectors(),
             rules=replace(settings.rules.rules(), min_ttl=settings.callers.min_ttl),
             replicas=settings.replicas,
+            confidential=self.tenants.configured,
         )
         shared = url is not None and settings.replicas > 1
         if url is not None and shared:
@@ -135,6 +136,7 @@ class Runtime:
             feed=self._flight_feed,
             clock=time.perf_counter,
         )
+        self.cache.on_outdated = self.flights.forget
         self.fetcher = Fetcher(
             settings,
             upstream=self.upstream,

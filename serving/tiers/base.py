@@ -226,15 +226,16 @@ class Change:
     """What another client of a shared tier did.
 
     Attributes:
-        kind: ``put`` (``keys`` holds the one key), ``evict`` (dropped or deleted), ``flush`` (the arm is empty), ``gap``: the
-            feed was interrupted, or has just begun, and changes may have been missed.
+        kind: ``put`` (``keys`` holds the one key), ``evict`` (dropped or deleted), ``flush`` (the arm is empty), ``outdated``:
+            entries are being flushed by what they are, and what is under way may be of their kind, ``gap``: the feed was
+            interrupted, or has just begun, and changes may have been missed.
         arm: The arm; empty for a gap, which concerns all.
         keys: The entries' keys.
         context: Context of the entry that was put.
         vector: Vector of the entry that was put, int8 bytes; empty where it has none.
     """
 
-    kind: Literal["put", "evict", "flush", "gap"]
+    kind: Literal["put", "evict", "flush", "outdated", "gap"]
     arm: str = ""
     keys: tuple[bytes, ...] = ()
     context: bytes = b""
@@ -251,4 +252,8 @@ class SharedTier(Protocol):
 
     async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:
         """Return (key, context, vector) of the most recently used entries that have a vector, among the newest ``limit``."""
+        ...
+
+    async def outdate(self, arm: str) -> None:
+        """Tell other clients that what they have under way in the arm is outdated."""
         ...

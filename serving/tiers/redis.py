@@ -272,6 +272,15 @@ class RedisTier:
         """
         return int(await self._run(self._flush, arm))
 
+    async def outdate(self, arm: str) -> None:
+        """Tell other clients that what they have under way in the arm is outdated.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        channel = f"cachepilot:{{{self.namespace}:{arm}}}:changes"
+        await self._call(lambda: self._redis.publish(channel, self._sender + b"OUTDATED"), self._write_deadline)
+
     async def stats(self, arm: str) -> TierStats:
         """Return what the arm holds for all clients together; the evictions are those that this client's calls made.
 
@@ -409,6 +418,8 @@ class RedisTier:
         kind, payload = data[_SENDER_BYTES : _SENDER_BYTES + 1], data[_SENDER_BYTES + 1 :]
         if kind == b"F":
             return Change("flush", arm)
+        if kind == b"O":
+            return Change("outdated", arm)
         if kind == b"E":
             return Change("evict", arm, tuple(payload[i : i + KEY_BYTES] for i in range(0, len(payload), KEY_BYTES)))
         if kind == b"P" and len(payload) > KEY_BYTES:

@@ -12,6 +12,7 @@ the bytes. Redis must drop none of the three keys by itself (``maxmemory-policy 
 
 What other clients may have to know is published on ``channel`` within the script: sender (8 bytes), a letter, a payload.
 ``P``: key, context length (1 byte), context, vector. ``E``: keys, one after another. ``F``: nothing.
+``O``, outside of scripts: nothing.
 """
 
 from __future__ import annotations

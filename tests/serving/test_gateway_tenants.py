@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,33 @@ async def test_an_answer_that_was_refreshed_is_still_flushed_by_the_document_it_
         held = await admin(client, entry)
         assert (held["documents"], held["tags"]) == (["handbook"], ["faq"])
         assert (await admin(client, "flush", {"document": "handbook"}))["removed"] == 1
+
+
+@pytest.mark.parametrize("where", [{"all": True}, {"tag": "red"}], ids=["of everything", "of a tag"])
+async def test_an_answer_under_way_at_a_flush_is_not_kept_by_any_replica(
+    where: dict[str, Any], redis_url: str, namespace: str
+) -> None:
+    model = Model()
+    settings: dict[str, Any] = {"auth": AUTH, "redis_url": redis_url, "namespace": namespace}
+    async with before(model, replicas=2, **settings) as (one, other):
+        model.hold.clear()
+        asked = {"red": {**bearer("a1"), "x-cache-tags": "red"}, "plain": bearer("a1")}
+        under_way = [asyncio.create_task(client.ask(name, headers)) for name, headers in asked.items() for client in (one, other)]
+        await until(lambda: len(model.asked) == 2, "both questions to have reached the model")
+        await admin(other, "flush", where)
+        for client in (one, other):
+            flights = client.gateway.runtime.flights
+            await until(lambda flights=flights: all(f.outdated for f in flights._tasks), "the flush to be heard of")
+        model.hold.set()
+        assert {reply.status for reply in await asyncio.gather(*under_way)} == {200}
+        assert [(await client.ask("red", asked["red"])).cache for client in (one, other)] == ["MISS", "HIT"]
+
+
+async def test_a_tenant_is_not_told_that_another_one_asked_something_similar() -> None:
+    rules = {"semantic": {"enabled": True, "threshold": 0.6, "deadline": 60.0}}
+    async with gateway(Model(), auth=AUTH, rules=rules) as client:
+        await client.ask("How do I reset my card PIN?", bearer("a1"))
+        own = await client.ask("How can I reset my card PIN?", bearer("a1"))
+        told = [await client.ask(text, bearer("b1")) for text in ("How could I reset my card PIN?", "Name three rivers")]
+        assert own.cache == "SEMANTIC"
+        assert [reply.headers["x-cache-rule"] for reply in told] == ["miss", "below_threshold"]
