@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from serving.arena.atomic import load, store
-from serving.arena.eviction import arm_word, enqueue
+from serving.arena.eviction import arm_word
 from serving.arena.layout import (
     A_BYTES,
     A_ENTRIES,
@@ -19,11 +19,14 @@ from serving.arena.layout import (
     H_RESERVED,
     H_SEQUENCE,
     H_TOP,
+    LOW,
     P_BUCKETS,
     P_EDGES,
     P_UNITS,
     P_VALUES,
     R_KEY,
+    R_LENGTH,
+    R_LINKS,
     R_PAYLOAD,
     R_SLOT,
     R_VERSION,
@@ -92,7 +95,6 @@ def _twice(words: Words, private: Words, bucket: int, number: int, record: int) 
     return False
 
 
-@compiled("int64(int64[::1], int64[::1])")
 def rebuild(words: Words, private: Words) -> int:
     """Rebuild everything but the records: slots that point nowhere are emptied, room that nobody has is free again.
 
@@ -101,18 +103,38 @@ def rebuild(words: Words, private: Words) -> int:
     Returns:
         Entries that are there.
     """
-    limit = min(max(words[H_RESERVED], private[P_VALUES]), private[P_UNITS])
-    words[H_RESERVED] = limit
-    taken = np.zeros(private[P_UNITS] // 64 + 1, np.int64)
+    starts = np.empty(_clear(words, private), np.int64)
+    versions, lengths = np.empty_like(starts), np.empty_like(starts)
+    taken = np.zeros(int(private[P_UNITS]) // 64 + 1, np.int64)
+    count = _gather(words, private, starts, versions, lengths, taken)
+    starts, versions, lengths = starts[:count], versions[:count], lengths[:count]
+    # NumPy sorts many times faster than what numba compiles.
+    _free_between(words, private, starts, lengths, np.argsort(starts, kind="stable"))
+    _relink(words, private, starts, lengths, np.argsort(versions, kind="stable"))
+    if count:
+        words[H_SEQUENCE] = max(words[H_SEQUENCE], versions.max())
+    words[H_DIRTY] = 0
+    return count
+
+
+@compiled("int64(int64[::1], int64[::1])", allocates=False)
+def _clear(words: Words, private: Words) -> int:
+    """Forget what is counted in the buckets, but not what was used; return how many slots are taken."""
+    words[H_RESERVED] = min(max(words[H_RESERVED], private[P_VALUES]), private[P_UNITS])
     count = 0
     for bucket in range(private[P_BUCKETS]):
         base = bucket_word(private, bucket)
-        store(words, base, words[base] & 0xFE)
+        if words[base] & ~0xFE:
+            store(words, base, words[base] & 0xFE)
         for number in range(1, SLOTS + 1):
             if words[base + number] != 0:
                 count += 1
-    starts = np.empty(count, np.int64)
-    versions = np.empty(count, np.int64)
+    return count
+
+
+@compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", allocates=False)
+def _gather(words: Words, private: Words, starts: Words, versions: Words, lengths: Words, taken: Words) -> int:
+    """Empty the slots that are not right; return how many are, and their records' first units, versions and words of length."""
     count = 0
     for bucket in range(private[P_BUCKETS]):
         base = bucket_word(private, bucket)
@@ -140,33 +162,45 @@ def rebuild(words: Words, private: Words) -> int:
                 store(words, first, load(words, first) + (1 << 8))
             starts[count] = at
             versions[count] = words[record + R_VERSION]
+            lengths[count] = words[record + R_LENGTH]
             count += 1
+    return count
+
+
+@compiled("void(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", allocates=False)
+def _free_between(words: Words, private: Words, starts: Words, lengths: Words, order: Words) -> None:
+    """Make the free lists anew; the file behind the last record counts as never used. ``order`` sorts ``starts``."""
     for kind in range(FREE_CLASSES):
         words[H_FREE + kind] = 0
     for word in range(private[P_EDGES], private[P_EDGES] + private[P_UNITS] // 64):
         words[word] = 0
-    for arm in range(ARMS):
-        place = arm_word(arm)
-        words[place + A_BYTES] = words[place + A_ENTRIES] = words[place + A_OLDEST] = words[place + A_NEWEST] = 0
-    # The free room between what is taken; the file behind the last record counts as never used.
-    ordered = np.sort(starts[:count])
     free = private[P_VALUES]
-    words[H_TOP] = limit
-    for index in range(count):
-        at = ordered[index]
+    words[H_TOP] = words[H_RESERVED]
+    for index in order:
+        at = starts[index]
         if at < private[P_VALUES]:
             continue
         if at > free:
             put_block(words, private, free, at - free)
-        free = at + (R_PAYLOAD * 8 + record_length(words, at * UNIT_WORDS) + 63) // 64
+        free = at + (R_PAYLOAD * 8 + (lengths[index] & LOW) + 63) // 64
     words[H_TOP] = free
-    for index in np.argsort(versions[:count]):
-        at = starts[index]
-        arm = record_arm(words, at * UNIT_WORDS)
+
+
+@compiled("void(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", allocates=False)
+def _relink(words: Words, private: Words, starts: Words, lengths: Words, order: Words) -> None:
+    """Make queues and accounts anew; ``order`` is that of the versions."""
+    for arm in range(ARMS):
         place = arm_word(arm)
-        enqueue(words, private, arm, at)
-        words[place + A_BYTES] += record_length(words, at * UNIT_WORDS)
+        words[place + A_BYTES] = words[place + A_ENTRIES] = words[place + A_OLDEST] = words[place + A_NEWEST] = 0
+    for index in order:
+        at, length = starts[index], lengths[index]
+        place = arm_word((length >> 32) & 0xFF)
+        newest = words[place + A_NEWEST]
+        words[at * UNIT_WORDS + R_LINKS] = newest
+        if newest == 0:
+            words[place + A_OLDEST] = at
+        else:
+            words[newest * UNIT_WORDS + R_LINKS] |= at << 32
+        words[place + A_NEWEST] = at
+        words[place + A_BYTES] += length & LOW
         words[place + A_ENTRIES] += 1
-        words[H_SEQUENCE] = max(words[H_SEQUENCE], versions[index])
-    store(words, H_DIRTY, 0)
-    return count
