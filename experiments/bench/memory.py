@@ -223,20 +223,23 @@ def _contestants(stack: contextlib.ExitStack, folder: Path, stored: list[Entry],
     memory = MemoryTier()
     memory.resize_now(ARM, size)
     keys = [entry.key for entry in stored]
+    # Others than those that are read, which stay what the other process wrote.
+    fresh = [answer(len(stored) + number, 1, BODY) for number in range(len(stored))]
+    for entry in stored:
+        memory.put_now(ARM, entry)
     second = ArenaTier(path, size)
     stack.callback(second.close_now)
     handed = stack.enter_context(HandedOver(path, size))
     result: dict[str, tuple[Get | None, Put]] = {
-        # Written by one client, read by another that has its own mapping.
         OURS: (
             lambda index: arena.get_now(ARM, keys[index]) is not None,
-            lambda index: _nothing(second.put_now(ARM, stored[index])),
+            lambda index: _nothing(second.put_now(ARM, fresh[index])),
         ),
         OWN: (
             lambda index: memory.get_now(ARM, keys[index]) is not None,
-            lambda index: _nothing(memory.put_now(ARM, stored[index])),
+            lambda index: _nothing(memory.put_now(ARM, fresh[index])),
         ),
-        HANDED: (None, lambda index: handed.hand(stored[index])),
+        HANDED: (None, lambda index: handed.hand(fresh[index])),
     }
     with contextlib.suppress(RedisServerError):
         import redis
@@ -244,16 +247,20 @@ def _contestants(stack: contextlib.ExitStack, folder: Path, stored: list[Entry],
         server = stack.enter_context(RedisServer())
         client = redis.Redis.from_url(server.url)
         stack.callback(client.close)
+        for entry in stored:
+            client.set(entry.key, entry.body)
         result[REDIS] = (
             lambda index: client.get(keys[index]) is not None,
-            lambda index: _nothing(client.set(keys[index], stored[index].body)),
+            lambda index: _nothing(client.set(fresh[index].key, fresh[index].body)),
         )
     with contextlib.suppress(ImportError):
         diskcache: Any = importlib.import_module("diskcache")
         disk = stack.enter_context(diskcache.Cache(str(folder / "diskcache"), eviction_policy="least-recently-stored"))
+        for entry in stored:
+            disk.set(entry.key, entry.body)
         result[DISKCACHE] = (
             lambda index: disk.get(keys[index]) is not None,
-            lambda index: _nothing(disk.set(keys[index], stored[index].body)),
+            lambda index: _nothing(disk.set(fresh[index].key, fresh[index].body)),
         )
     return result
 
