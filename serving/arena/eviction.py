@@ -53,6 +53,8 @@ def arm_word(arm: int) -> int:
 @compiled("int64(int64[::1], int64[::1], int64)", allocates=False)
 def slot_of(words: Words, private: Words, at: int) -> int:
     """Return the word of the slot that points to the record at that unit; CORRUPT if none does."""
+    if at <= private[P_INDEX] or at + 2 > private[P_UNITS]:
+        return CORRUPT
     position = words[at * UNIT_WORDS + R_SLOT]
     bucket, number = position >> 3, position & 7
     if bucket < 0 or bucket >= private[P_BUCKETS] or number < 1 or number > SLOTS:
@@ -115,7 +117,10 @@ def dequeue(words: Words, private: Words, arm: int, at: int) -> bool:
 @compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
 def detach(words: Words, private: Words, word: int) -> bool:
     """Take the record of the slot at that word out of queue and accounts; readers still find it."""
-    at = slot_at(words[word])
+    slot = load(words, word)
+    if not points_inside(private, slot):
+        return False
+    at = slot_at(slot)
     record = at * UNIT_WORDS
     arm = record_arm(words, record)
     place = arm_word(arm)
@@ -129,7 +134,9 @@ def detach(words: Words, private: Words, word: int) -> bool:
 @compiled("int64(int64[::1], int64[::1], int64)", allocates=False)
 def withdraw(words: Words, private: Words, word: int) -> int:
     """Empty the slot at that word and give its record's room back; 0, or CORRUPT."""
-    slot = words[word]
+    slot = load(words, word)
+    if not points_inside(private, slot):
+        return CORRUPT
     at = slot_at(slot)
     record = at * UNIT_WORDS
     position = words[record + R_SLOT]
@@ -158,7 +165,10 @@ def remove(words: Words, private: Words, word: int) -> int:
 @compiled("int64(int64[::1], int64[::1], int64)", allocates=False)
 def evict_slot(words: Words, private: Words, word: int) -> int:
     """Remove the entry of the slot at that word for want of room and report its key; 0, or CORRUPT."""
-    record = slot_at(words[word]) * UNIT_WORDS
+    slot = load(words, word)
+    if not points_inside(private, slot):
+        return CORRUPT
+    record = slot_at(slot) * UNIT_WORDS
     count = private[P_EVICTED]
     arm = record_arm(words, record)
     if arm >= ARMS:

@@ -51,7 +51,7 @@ from serving.compiled import compiled
 @compiled("boolean(int64[::1], int64[::1], int64, int64)", allocates=False)
 def _belongs(words: Words, private: Words, bucket: int, number: int) -> bool:
     """Whether the slot points to a record that is its own, by all but the checksum, which every reader looks at itself."""
-    slot = words[bucket_word(private, bucket) + number]
+    slot = load(words, bucket_word(private, bucket) + number)
     if not points_inside(private, slot):
         return False
     at, units = slot_at(slot), slot_units(slot)
@@ -83,8 +83,8 @@ def _twice(words: Words, private: Words, bucket: int, number: int, record: int) 
             break
         where = bucket if turn == 0 else home
         for earlier in range(1, number if turn == 0 else SLOTS + 1):
-            slot = words[bucket_word(private, where) + earlier]
-            if slot == 0 or slot_tag(slot) != tag or not _belongs(words, private, where, earlier):
+            slot = load(words, bucket_word(private, where) + earlier)
+            if slot_tag(slot) != tag or not points_inside(private, slot) or not _belongs(words, private, where, earlier):
                 continue
             other = slot_at(slot) * UNIT_WORDS
             same = record_arm(words, other) == arm
@@ -139,10 +139,11 @@ def _gather(words: Words, private: Words, starts: Words, versions: Words, length
     for bucket in range(private[P_BUCKETS]):
         base = bucket_word(private, bucket)
         for number in range(1, SLOTS + 1):
-            slot = words[base + number]
+            slot = load(words, base + number)
             if slot == 0:
                 continue
-            keep = _belongs(words, private, bucket, number)
+            # A second writer, there by mistake, may have filled more slots since they were counted, or change this one now.
+            keep = count < len(starts) and points_inside(private, slot) and _belongs(words, private, bucket, number)
             at, units = slot_at(slot), slot_units(slot)
             record = at * UNIT_WORDS
             if keep and _twice(words, private, bucket, number, record):
@@ -182,8 +183,8 @@ def _free_between(words: Words, private: Words, starts: Words, lengths: Words, o
             continue
         if at > free:
             put_block(words, private, free, at - free)
-        free = at + (R_PAYLOAD * 8 + (lengths[index] & LOW) + 63) // 64
-    words[H_TOP] = free
+        free = max(free, at + (R_PAYLOAD * 8 + (lengths[index] & LOW) + 63) // 64)
+    words[H_TOP] = min(free, private[P_UNITS])
 
 
 @compiled("void(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", allocates=False)
@@ -194,10 +195,12 @@ def _relink(words: Words, private: Words, starts: Words, lengths: Words, order: 
         words[place + A_BYTES] = words[place + A_ENTRIES] = words[place + A_OLDEST] = words[place + A_NEWEST] = 0
     for index in order:
         at, length = starts[index], lengths[index]
+        if ((length >> 32) & 0xFF) >= ARMS:
+            continue
         place = arm_word((length >> 32) & 0xFF)
         newest = words[place + A_NEWEST]
         words[at * UNIT_WORDS + R_LINKS] = newest
-        if newest == 0:
+        if newest < 1 or newest + 2 > private[P_UNITS]:
             words[place + A_OLDEST] = at
         else:
             words[newest * UNIT_WORDS + R_LINKS] |= at << 32

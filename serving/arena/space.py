@@ -3,7 +3,8 @@
 A free block says its units in its first word and in its last, the next and the previous block of its size class in words 1 and 2;
 the edges have a bit for its first and its last unit, which tells a neighbour that is being freed that it may be joined. What lies
 behind ``H_TOP`` was never used, and what lies behind ``H_RESERVED`` has no memory yet. Nothing found in the arena is used before
-it was checked: another writer may have left it half done, and then :data:`serving.arena.layout.CORRUPT` is the result.
+it was checked: another writer may have left it half done, and then :data:`serving.arena.layout.CORRUPT` is the result. One
+that writes at the same time by mistake may change it between two reads, so that what is read again is checked again.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ def size_class(units: int) -> int:
 @compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
 def is_edge(words: Words, private: Words, unit: int) -> bool:
     """Whether the unit is the first or last of a free block."""
+    if unit < 0 or unit >= private[P_UNITS]:
+        return False
     return bool((words[private[P_EDGES] + (unit >> 6)] >> (unit & 63)) & 1)
 
 
 @compiled("void(int64[::1], int64[::1], int64, boolean)", allocates=False)
 def set_edge(words: Words, private: Words, unit: int, edge: bool) -> None:
     """Say whether the unit is the first or last of a free block."""
+    if unit < 0 or unit >= private[P_UNITS]:
+        return
     at = private[P_EDGES] + (unit >> 6)
     if edge:
         words[at] |= 1 << (unit & 63)
@@ -70,7 +75,9 @@ def is_block(words: Words, private: Words, unit: int) -> bool:
 
 @compiled("void(int64[::1], int64[::1], int64, int64)", allocates=False)
 def put_block(words: Words, private: Words, unit: int, size: int) -> None:
-    """Make a free block."""
+    """Make a free block; nothing if it cannot be one."""
+    if size < 1 or unit < private[P_VALUES] or unit + size > private[P_UNITS]:
+        return
     head = H_FREE + size_class(size)
     following = words[head]
     at = unit * UNIT_WORDS
@@ -88,6 +95,8 @@ def take_block(words: Words, private: Words, unit: int) -> bool:
     """Take a free block out of its list; False if its neighbours there are not what they should be."""
     at = unit * UNIT_WORDS
     size, following, before = words[at], words[at + 1], words[at + 2]
+    if size < 1 or unit + size > private[P_UNITS]:
+        return False
     if following != 0:
         if not is_block(words, private, following):
             return False
@@ -137,7 +146,7 @@ def allocate(words: Words, private: Words, units: int) -> int:
     top = words[H_TOP]
     if top < private[P_VALUES] or top > private[P_UNITS]:
         return CORRUPT
-    if top + units <= words[H_RESERVED]:
+    if top + units <= min(words[H_RESERVED], private[P_UNITS]):
         words[H_TOP] = top + units
         return top  # type: ignore[no-any-return]
     return GROW if top + units <= private[P_LIMIT] else 0

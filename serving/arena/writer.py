@@ -202,7 +202,7 @@ def put(words: Words, private: Words, arm: int, length: int, old: int) -> int:
             return REFUSED
         at = _room(words, private, base, units)
     _write(words, private, arm, length, at, bucket * 8 + word - base)
-    before = words[word]
+    before = load(words, word)
     keep_bits(words, base, ~(1 << (word - base)))
     store(words, word, slot_word(digest_tag(value), units, at))
     add(words, base, 1 << 32)
@@ -264,9 +264,12 @@ def renew(words: Words, private: Words, arm: int, value: int) -> bool:
     word = locate(words, private, arm)
     if word == 0:
         return False
-    record = slot_at(words[word]) * UNIT_WORDS
+    slot = load(words, word)
+    if not points_inside(private, slot):
+        return False
+    record = slot_at(slot) * UNIT_WORDS
     count = R_PAYLOAD + (record_length(words, record) + 7) // 8
-    if count > slot_units(words[word]) * UNIT_WORDS or count < R_PAYLOAD + 4:
+    if count > slot_units(slot) * UNIT_WORDS or count < R_PAYLOAD + 4:
         return False
     store(words, record + R_PAYLOAD + 3, value)
     store(words, record + R_SUM, checksum(words, record + 1, record + R_LINKS, record + count, private[P_EPOCH]))

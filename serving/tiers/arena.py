@@ -330,12 +330,13 @@ class ArenaTier:
                 return evicted
 
     def _trim(self, number: int) -> int:
-        evicted = 0
+        evicted = repaired = 0
         while True:
             done = trim(self._words, self._private, number)
             evicted += self._note(int(self._private[P_EVICTED]))
-            if done == CORRUPT:
+            if done == CORRUPT and repaired < 3:
                 self._repair()
+                repaired += 1
             elif done != MORE:
                 return evicted
 
