@@ -29,6 +29,7 @@ from serving.arena.layout import (
     P_KEY,
     P_OLD,
     P_PAYLOAD,
+    P_RECORD,
     P_UNITS,
     R_KEY,
     R_LENGTH,
@@ -127,20 +128,22 @@ def _fullest(words: Words, arm: int) -> int:
 
 @compiled("void(int64[::1], int64[::1], int64, int64, int64, int64)", allocates=False)
 def _write(words: Words, private: Words, arm: int, length: int, at: int, position: int) -> None:
+    """Write the record; its checksum is of what was meant, not of what is there: somebody else may write there by mistake."""
     record = at * UNIT_WORDS
-    count = (length + 7) // 8
-    words[H_SEQUENCE] += 1
-    words[record + R_LENGTH] = length | (arm << 32)
-    words[record + R_VERSION] = words[H_SEQUENCE]
+    count = R_PAYLOAD + (length + 7) // 8
+    version = words[H_SEQUENCE] + 1
+    words[H_SEQUENCE] = version
+    private[P_RECORD + R_LENGTH] = length | (arm << 32)
+    private[P_RECORD + R_VERSION] = version
     for part in range(4):
-        words[record + R_KEY + part] = private[P_KEY + part]
-    words[record + R_SLOT] = position
-    words[record + R_LINKS] = 0
-    for number in range(count):
-        words[record + R_PAYLOAD + number] = private[P_PAYLOAD + number]
+        private[P_RECORD + R_KEY + part] = private[P_KEY + part]
+    private[P_RECORD + R_SLOT] = position
+    private[P_RECORD + R_LINKS] = 0
     if length & 7:
-        words[record + R_PAYLOAD + count - 1] &= (1 << (8 * (length & 7))) - 1
-    words[record + R_SUM] = checksum(words, record + 1, record + R_LINKS, record + R_PAYLOAD + count, private[P_EPOCH])
+        private[P_RECORD + count - 1] &= (1 << (8 * (length & 7))) - 1
+    private[P_RECORD] = checksum(private, P_RECORD + 1, P_RECORD + R_LINKS, P_RECORD + count, private[P_EPOCH])
+    for number in range(count):
+        words[record + number] = private[P_RECORD + number]
 
 
 @compiled("int64(int64[::1], int64[::1], int64, int64, int64)", allocates=False)
@@ -259,7 +262,8 @@ def flush(words: Words, private: Words, arm: int) -> int:
 def renew(words: Words, private: Words, arm: int, value: int) -> bool:
     """Set the word of the stored form that says when the entry's life began anew; whether the entry is there.
 
-    Who reads it meanwhile finds it torn and looks again.
+    The private array has the entry as :func:`serving.arena.reader.find` found it. Who reads it meanwhile finds it torn and looks
+    again.
     """
     word = locate(words, private, arm)
     if word == 0:
@@ -268,11 +272,13 @@ def renew(words: Words, private: Words, arm: int, value: int) -> bool:
     if not points_inside(private, slot):
         return False
     record = slot_at(slot) * UNIT_WORDS
-    count = R_PAYLOAD + (record_length(words, record) + 7) // 8
-    if count > slot_units(slot) * UNIT_WORDS or count < R_PAYLOAD + 4:
+    count = R_PAYLOAD + (record_length(private, P_RECORD) + 7) // 8
+    if words[record + R_VERSION] != private[P_RECORD + R_VERSION] or count < R_PAYLOAD + 4:
         return False
+    private[P_PAYLOAD + 3] = value
+    total = checksum(private, P_RECORD + 1, P_RECORD + R_LINKS, P_RECORD + count, private[P_EPOCH])
     store(words, record + R_PAYLOAD + 3, value)
-    store(words, record + R_SUM, checksum(words, record + 1, record + R_LINKS, record + count, private[P_EPOCH]))
+    store(words, record + R_SUM, total)
     return True
 
 

@@ -173,7 +173,7 @@ def test_two_writers_elected_by_mistake_give_no_wrong_answer_and_do_not_hang(tie
     tier.mapping.words[H_OWNER] = 12345
     tier.put_now(ARM, answer(1, 1, 100))
     assert tier.get_now(ARM, key(1)) == answer(1, 1, 100)
-    accounts_agree(tier)
+    assert tier.stats_now(ARM).entries >= read_all(tier), "what they damaged takes room until it is evicted"
 
 
 def test_a_writer_that_was_deposed_has_the_arena_repaired_once_more(tier: ArenaTier, path: str) -> None:
