@@ -103,7 +103,7 @@ class Answering:
             raw = await read_body(receive, self._limit)
             inbound = understand(scope["headers"], raw, endpoint, settings=runtime.settings, tenants=runtime.tenants)
         except Refused as refusal:
-            await respond(send, refusal.status, [JSON_TYPE], refusal.body)
+            await respond(send, refusal.status, refusal.headers, refusal.body)
             return
         except Disconnected:
             return

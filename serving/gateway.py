@@ -149,7 +149,7 @@ class Gateway:
             if path == "/responses" and runtime.tenants.configured:
                 _stateless(raw)
         except Refused as refusal:
-            await respond(send, refusal.status, [JSON_TYPE], refusal.body)
+            await respond(send, refusal.status, refusal.headers, refusal.body)
             return
         query = scope.get("query_string", b"").decode("latin-1")
         target = f"{path}?{query}" if query else path

@@ -18,7 +18,7 @@ from serving.policy import Asked
 from serving.settings import GatewaySettings
 from serving.tenants import Tenants, Unauthorised
 from serving.tiers.base import EntryMeta
-from serving.upstream import openai_error
+from serving.upstream import JSON, openai_error
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,12 +45,14 @@ class Refused(ValueError):
     Attributes:
         status: HTTP status.
         body: The error in OpenAI's shape.
+        headers: What is sent with it: a 401 says how to authenticate (RFC 9110, 11.6.1).
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.body = openai_error(message, "invalid_request_error", param=param, code=code)
+        self.headers = [(b"content-type", JSON.encode()), *([(b"www-authenticate", b"Bearer")] if status == 401 else [])]
 
 
 class Disconnected(Exception):

@@ -36,13 +36,20 @@ LABELS: Mapping[str, bytes] = {
 }
 """``x-cache`` by outcome."""
 
-_FORWARDED: Mapping[str, bytes] = {
-    "miss": b"fwd=uri-miss",
-    "collapsed": b"fwd=uri-miss; collapsed",
-    "refresh": b"fwd=request",
-    "bypass": b"fwd=bypass",
+_FORWARDED: Mapping[str, tuple[bytes, ...]] = {
+    "miss": (b"fwd=uri-miss",),
+    "collapsed": (b"fwd=uri-miss", b"collapsed"),
+    "refresh": (b"fwd=request",),
+    "bypass": (b"fwd=bypass",),
 }
-_EXPIRED_RULES = frozenset(("exact_expired", "semantic_expired"))
+_BY_RULE: Mapping[str, tuple[bytes, ...]] = {
+    "exact_expired": (b"fwd=stale",),
+    "semantic_expired": (b"fwd=stale",),
+    "max_age": (b"fwd=request",),
+    "min_fresh": (b"fwd=request",),
+    "only_if_cached": (),
+}
+"""Misses whose reason RFC 9211 has a word for: past its time, not as the request wants it, not forwarded at all."""
 
 
 def entry_id(key: bytes) -> str:
@@ -72,8 +79,8 @@ def cache_status(
     if outcome in ("hit", "semantic_hit", "stale"):
         left = b"; ttl=%d" % ttl if ttl is not None and math.isfinite(ttl) else b""
         return b'cachepilot; hit%b; key="%b"; detail=%b' % (left, entry_id(key).encode(), rule.encode())
-    forwarded = b"fwd=stale" if rule in _EXPIRED_RULES and outcome == "miss" else _FORWARDED[outcome]
-    parts = [b"cachepilot; " + forwarded]
+    forwarded = _BY_RULE.get(rule, _FORWARDED[outcome]) if outcome == "miss" else _FORWARDED[outcome]
+    parts = [b"; ".join((b"cachepilot", *forwarded))]
     if status is not None:
         parts.append(b"fwd-status=%d" % status)
     if stored:

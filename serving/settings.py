@@ -236,7 +236,7 @@ class StreamSettings(Settings):
         usage: Whether the upstream is asked for the tokens of a stream, which the tuner needs for its prices; a client that did
             not ask does not see them.
         resume: How an interrupted stream goes on for a client that comes back: ``replay``: the model is asked again, and the
-            rest is passed on if it repeats what the client has, to the byte; ``continue``: the model continues the text
+            rest is passed on if it repeats in content what the client has; ``continue``: the model continues the text
             (vLLM's ``continue_final_message``).
         grace: Seconds that a stream runs on after its last reader went away, so that one who comes back finds it.
         keep_partial: Whether interrupted streams are kept for such readers.
@@ -349,8 +349,8 @@ class UpstreamSettings(Settings):
 
     Attributes:
         base_url: As OpenAI's clients take it, with the version: ``https://api.openai.com/v1``.
-        api_key: Sent as a bearer token. Without one the client's own ``Authorization`` header is passed on; warm-up, which has no
-            client, then goes without.
+        api_key: Sent as a bearer token. Without one the client's own ``Authorization`` header is passed on, unless there are
+            tenants, whose keys are the gateway's; warm-up, which has no client, then goes without.
         timeout: Seconds for one whole call.
         connect_timeout: Seconds to connect.
         first_byte_timeout: Seconds until the first byte of an answer; null: ``timeout`` alone.

@@ -56,6 +56,7 @@ async def test_a_request_without_a_known_key_is_refused(path: str) -> None:
         for headers in ({}, bearer("unknown"), {"authorization": "Basic a1"}):
             reply = await client.request("POST", path, json={"model": "m", "messages": [{}], "input": "x"}, headers=headers)
             assert (reply.status, reply.json["error"]["code"]) == (401, "invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer"
         assert (await client.request("GET", "/v1/models")).status == 401
     assert model.asked == []
 
