@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments.bench.result import BenchResult
-from serving.embedding import DIMENSIONS, Embedder
+from serving.embedding import DIMENSIONS, MAX_WAITING, Embedder
 from serving.meaning.acceptance import Acceptance, Over
 from serving.meaning.guards import Guards
 from serving.settings import GuardSettings
@@ -186,7 +186,9 @@ def embed(texts: Sequence[str]) -> npt.NDArray[np.float32]:
         try:
             # alike in length, so that a batch is not padded to its longest
             order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-            found = await asyncio.gather(*(embedder.embed(texts[place]) for place in order))
+            found: list[bytes] = []
+            for begin in range(0, len(order), MAX_WAITING):  # the embedder takes no more at a time
+                found += await asyncio.gather(*(embedder.embed(texts[place]) for place in order[begin : begin + MAX_WAITING]))
             return [raw for _, raw in sorted(zip(order, found, strict=True))]
         finally:
             await embedder.close()
