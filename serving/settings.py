@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator, model_validator
 
 from serving.hotset import WarmupRules
 from serving.knobs import MIB, Knobs, KnobSpace
@@ -18,7 +18,15 @@ from serving.policy import CacheRules
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _key_hash(value: str) -> str:
+    if len(value) != 64 or set(value) - set("0123456789abcdef"):
+        raise ValueError('expected the SHA-256 of a key as 64 hexadecimal digits (printf %s "$KEY" | sha256sum)')
+    return value
+
+
+KeyHash = Annotated[str, AfterValidator(_key_hash)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -512,7 +520,10 @@ class GatewaySettings(Settings):
             shares = {name: arm.share for name, arm in self.arms.items()}
             raise ValueError(f"arms: expected shares that sum to 1, got {shares} (sum {total:g})")
         if self.replicas > 1 and self.redis_url is None:
-            raise ValueError(f"redis_url: expected a Redis URL, since {self.replicas} replicas share one cache; got null")
+            raise ValueError(
+                f"redis_url: expected a Redis URL, since {self.replicas} replicas share one cache; got null "
+                "(the Redis that `cachepilot serve` brings is for one: start a redis-server and name it)"
+            )
         return self
 
     @property

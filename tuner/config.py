@@ -199,11 +199,15 @@ def _explain(error: ValidationError, path: Path | None, origin: Mapping[tuple[st
     return re.sub(r"://[^/@\s'\"]*@", "://***@", "\n".join(lines))
 
 
+_SECRETS = frozenset({"auth", "token", "encryption_key"})
+"""Keys, or sections, whose values are not shown: a key may have been written where its hash belongs."""
+
+
 def _shown(keys: tuple[str, ...], value: object) -> str:
     """The value as a message may show it: logs are read by many. A section is not shown, since it may hold a secret."""
     if isinstance(value, dict):
         return ""
-    secret = any(word in key.lower() for key in keys for word in ("api_key", "password", "secret", "token_"))
+    secret = any(key in _SECRETS or word in key.lower() for key in keys for word in ("api_key", "password", "secret", "token_"))
     return " = ***" if secret else f" = {value!r}"
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import redis
 
@@ -48,6 +50,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
             say(f"redis: embedded, {url}")
         else:
             check_redis(url)
+        check_access_log(gateway.access_log)
         changed = {"redis_url": url, **({} if port is None else {"port": port})}
         running = stack.enter_context(start(gateway.model_copy(update=changed), dashboard=dashboard))
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
@@ -57,6 +60,24 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         say("Ctrl-C ends it")
         over.wait()
         say("ending")
+
+
+def check_access_log(folder: Path | None) -> None:
+    """Make sure that the access log can be written, before Ray is started in vain.
+
+    Raises:
+        CommandError: If it cannot; says why.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(
+            f"serve: gateway.access_log = {str(folder)!r}: expected a folder that can be written, but: {error.strerror}"
+        ) from error
 
 
 def redis_answers(url: str) -> bool:
@@ -69,14 +90,18 @@ def redis_answers(url: str) -> bool:
     return True
 
 
-def check_redis(url: str) -> None:
+def check_redis(url: str, *, hint: str = "") -> None:
     """Make sure that Redis answers.
+
+    Args:
+        url: Its address.
+        hint: What may be done before all else.
 
     Raises:
         CommandError: If it does not; says what was tried.
     """
     if not redis_answers(url):
         raise CommandError(
-            f"redis: nothing answers PING at {shown(url)} within 2 s: start it, correct gateway.redis_url, "
-            "or leave gateway.redis_url out: `cachepilot serve` then brings its own"
+            f"redis: nothing answers PING at {shown(url)} within 2 s: {hint + ' ' if hint else ''}start it, correct "
+            "gateway.redis_url, or leave gateway.redis_url out: `cachepilot serve` then brings its own"
         )

@@ -42,7 +42,7 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
         raise CommandError(f"tune: tuner.arm = {tuner.arm!r}: expected one of the gateway's arms {sorted(gateway.arms)}")
     policy = ruling_policy(tuner.policy, tuner, lambda text: show({"text": text, "warning": text}))
     url = redis_url(gateway)
-    check_redis(url)
+    check_redis(url, hint="start `cachepilot serve` first, which brings its own, or" if gateway.redis_url is None else "")
     over = asyncio.Event()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(over.set))

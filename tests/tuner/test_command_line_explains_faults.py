@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from tuner import cli
+from tuner.config import SettingsError, load_settings
+from tuner.errors import CommandError
+from tuner.serving_commands import check_access_log
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,23 @@ def test_an_experiment_is_started_watched_ended_and_reported(cachepilot: Cachepi
     assert page.read_text().lower().startswith("<!doctype html>")
     assert json.loads(cachepilot("experiment", "stop", "first", "--json", *config).stdout)["state"] == "ended"
     failed(cachepilot("experiment", "report", "absent", *config), 1, "absent")
+
+
+def test_a_key_where_its_hash_belongs_is_not_shown_and_the_way_to_the_hash_is(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.yaml"
+    config.write_text("gateway: {auth: {tenants: {acme: [my-own-key]}, admin: operator-key}}\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(config)
+    told = str(caught.value)
+    assert "sha256sum" in told
+    assert "my-own-key" not in told
+    assert "operator-key" not in told
+
+
+def test_an_access_log_that_cannot_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", Path("/proc/nope")):
+        with pytest.raises(CommandError, match=r"gateway.access_log = .*expected a folder that can be written"):
+            check_access_log(folder)
+    check_access_log(tmp_path / "new")
+    check_access_log(None)
