@@ -233,7 +233,8 @@ def bench(
     which: Annotated[
         str,
         typer.Argument(
-            help="http, gateway, sim, ghost, decision, ppo-update, fidelity, fidelity-live, semantic-errors, semantic-lookup, all"
+            help="http, gateway, memory, sim, ghost, decision, ppo-update, fidelity, fidelity-live, semantic-errors, "
+            "semantic-lookup, all"
         ),
     ] = "all",
     traces: Annotated[Path | None, typer.Option(help="folder of the real traces; default: $CACHEPILOT_TRACES")] = None,
@@ -247,6 +248,8 @@ def bench(
     if as_json:
         sys.stdout.write(json.dumps([result.to_dict() for result in results], indent=2, allow_nan=False) + "\n")
         return
+    if not out.is_terminal:
+        out.width = max(out.width, 150)  # nobody's window: a file or a pipe takes what the tables need
     for table in tables(results):
         out.print(table)
 
