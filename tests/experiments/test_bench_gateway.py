@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -14,6 +16,12 @@ from tests.requirements import module
 def measured() -> BenchResult:
     """Our gateway alone, on Ray Serve, with and without answers by meaning."""
     module("ray.serve")
+    # In a process of its own, as the command runs it: this one may have a Ray already, of other tests.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure).result()
+
+
+def measure() -> BenchResult:
     scale = gateway.Scale(seconds=1.0, connections=2, rounds=1, misses=4, replays=4, bursts=1, meanings=4)
     return gateway.run(scale, litellm=None)
 
