@@ -42,7 +42,7 @@ from serving.replies import (
     resumed,
     saved_tokens,
 )
-from serving.runtime import Runtime
+from serving.runtime import CLIENT_LEFT, Runtime
 from serving.tiers.base import Entry, Form
 from serving.upstream import Interrupted, UpstreamAnswer, openai_error
 from serving.warmup import Remembered
@@ -121,7 +121,7 @@ class Answering:
             try:
                 await unless_gone(receive, self._ask(x, found))
             except Disconnected:
-                runtime.left(x.at, time.perf_counter() - x.began, x.inbound, x.arm, found.rule)
+                runtime.record(x.at, time.perf_counter() - x.began, x.inbound, x.arm, "left", CLIENT_LEFT, rule=found.rule)
 
     # -- from the cache ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from serving.directives import DirectiveError, Directives, parse_directives
+from serving.directives import NO_DIRECTIVES, DirectiveError, parse_directives
 from serving.keys import Endpoint, Fingerprint, fingerprint, parse_body
 from serving.policy import Asked
 from serving.settings import GatewaySettings
@@ -26,7 +26,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PATHS: Mapping[Endpoint, str] = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}
 """The endpoints whose answers are cached, and their paths below the API's version."""
 
-NO_DIRECTIVES = Directives()
 _READ: Mapping[bytes, str] = {
     name.encode(): name
     for name in (

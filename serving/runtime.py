@@ -348,34 +348,12 @@ class Runtime:
         stale: float = 0.0,
         similarity: float = 0.0,
     ) -> None:
-        """Count an answered request and write its line of the access log."""
-        self.metrics.request(arm, outcome, latency)
-        self.metrics.count("cachepilot_decisions_total", arm, rule)
-        self._log_access(at, latency, inbound, arm, outcome, status, rule, tier, entry, age, stale, similarity)
-
-    def left(self, at: float, latency: float, inbound: Inbound, arm: str, rule: str) -> None:
-        """Count a request whose client went away before its answer's end, and write its line of the access log.
-
-        It is none of the answered requests: what it would have waited nobody knows.
-        """
-        self.metrics.count("cachepilot_clients_left_total", arm)
-        self._log_access(at, latency, inbound, arm, "left", CLIENT_LEFT, rule)
-
-    def _log_access(
-        self,
-        at: float,
-        latency: float,
-        inbound: Inbound,
-        arm: str,
-        outcome: Outcome,
-        status: int,
-        rule: str,
-        tier: str = "",
-        entry: Entry | None = None,
-        age: float = 0.0,
-        stale: float = 0.0,
-        similarity: float = 0.0,
-    ) -> None:
+        """Count a request, answered or left by its client before its answer's end, and write its line of the access log."""
+        if outcome == "left":  # none of the answered requests: what it would have waited nobody knows
+            self.metrics.count("cachepilot_clients_left_total", arm)
+        else:
+            self.metrics.request(arm, outcome, latency)
+            self.metrics.count("cachepilot_decisions_total", arm, rule)
         if self._access_log is not None:
             size, tokens = (entry.size, (entry.input_tokens, entry.output_tokens)) if entry is not None else (0, (0, 0))
             self._access_log.write(

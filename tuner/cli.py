@@ -243,13 +243,13 @@ def bench(
 ) -> None:
     """Measure us and the peers in one run, as ratios."""
     from tuner.bench_command import run_benchmarks, tables
+    from tuner.pipes import widen
 
     results = run_benchmarks(which, traces=traces, seconds=seconds, say=lambda text: err.print(text, markup=False))
     if as_json:
         sys.stdout.write(json.dumps([result.to_dict() for result in results], indent=2, allow_nan=False) + "\n")
         return
-    if not out.is_terminal:
-        out.width = max(out.width, 150)  # nobody's window: a file or a pipe takes what the tables need
+    widen(out)
     for table in tables(results):
         out.print(table)
 

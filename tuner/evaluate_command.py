@@ -21,6 +21,7 @@ from rich.table import Table
 
 from experiments.units import InputError
 from tuner.errors import CommandError
+from tuner.pipes import WIDTH, widen
 
 TRACES = "CACHEPILOT_TRACES"
 
@@ -29,9 +30,6 @@ _COLUMNS = (
     "hits",
 )  # fmt: skip
 _NARROW = ("row", "IQM", "95 % interval", "worst case", "of best static")
-
-WIDTH = 150
-"""Columns of text that all columns of the tables need."""
 
 
 def evaluate(
@@ -98,8 +96,7 @@ def evaluate(
         told = {name: None if path is None else str(path.resolve()) for name, path in pages.items()}
         sys.stdout.write(json.dumps({**report(found), **told}, indent=2, allow_nan=False) + "\n")
         return
-    if not out.is_terminal:
-        out.width = max(out.width, WIDTH)  # nobody's window: a file or a pipe takes what the tables need
+    widen(out)
     for table in tables(found, narrow=out.width < WIDTH):
         out.print(table)
     for words in found.left_out:

@@ -6,7 +6,7 @@ import logging
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from serving.arena.election import PATIENCE, Lease
@@ -45,6 +45,7 @@ from serving.arena.space import GROW
 from serving.arena.writer import MORE, STORED, delete, flush, put, renew, revoke, trim
 from serving.tiers.base import KEY_BYTES, Entry, Form, OnEvict, TierStats
 from serving.tiers.codec import HEADER, VERSION, pack, unpack
+from serving.tiers.local import LocalTier
 
 FIRST_PAYLOAD = 1 << 16
 """Bytes of payload for which there is room before a larger one was met."""
@@ -60,7 +61,7 @@ _WRITTEN_AT = struct.Struct("<d")
 _log = logging.getLogger(__name__)
 
 
-class ArenaTier:
+class ArenaTier(LocalTier):
     """A byte-bounded cache in memory that all processes of a node share, each with a client like this one.
 
     It has the protocol of a tier, and the ``*_now`` methods of the memory tier. Reads take no lock. Writes wait for each other,
@@ -232,31 +233,6 @@ class ArenaTier:
 
     # -- the protocol of tiers -----------------------------------------------------------------------------------------------
 
-    async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
-        """Return the entry, expired or not, and note that it was used if ``touch``."""
-        return self.get_now(arm, key, touch=touch)
-
-    async def put(self, arm: str, entry: Entry) -> int:
-        """Store the entry as the newest; return how many others were evicted for it."""
-        return self.put_now(arm, entry)
-
-    def charged(self, entry: Entry) -> Entry:
-        """Return the entry as it is: what records need besides is not charged."""
-        return entry
-
-    async def touch(self, arm: str, key: bytes) -> None:
-        """Note that the entry was used, if it is there."""
-        self.touch_soon(arm, key)
-
-    async def renew(self, arm: str, key: bytes, at: float) -> bool:
-        """Begin the entry's life anew at ``at``, if it is there; whether it was."""
-        return self.renew_now(arm, key, at)
-
-    async def heads(self, arm: str, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return the entries without body and vector; None where there is none."""
-        found = (self.get_now(arm, key, touch=False) for key in keys)
-        return [None if entry is None else entry.head() for entry in found]
-
     async def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
         """Yield the heads of all entries; those that were there all the time are among them."""
         number, bucket = self._find_arm(arm), 0
@@ -266,31 +242,6 @@ class ArenaTier:
             heads = [head for head in await self.heads(arm, keys) if head is not None]
             if heads:
                 yield heads
-
-    async def delete(self, arm: str, key: bytes) -> bool:
-        """Remove the entry; whether it was there."""
-        return self.delete_now(arm, key)
-
-    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
-        """Remove the entries; how many of them were there."""
-        return sum(self.delete_now(arm, key) for key in keys)
-
-    async def resize(self, arm: str, budget: int) -> int:
-        """Set the arm's budget in bytes; return how many entries were evicted.
-
-        Raises:
-            ValueError: If the budget is negative.
-            ArenaError: As :meth:`resize_now`.
-        """
-        return self.resize_now(arm, budget)
-
-    async def flush(self, arm: str) -> int:
-        """Remove every entry of the arm; how many there were."""
-        return self.flush_now(arm)
-
-    async def stats(self, arm: str) -> TierStats:
-        """Return what the arm holds, whoever put it there."""
-        return self.stats_now(arm)
 
     async def close(self) -> None:
         """Let go of the arena; what is in it stays for others, and for the next start."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 from serving.tiers.base import Entry, OnEvict, TierStats
+from serving.tiers.local import LocalTier
 
 SCAN_STEP = 256
 """Entries of one step of a scan."""
@@ -20,7 +21,7 @@ class _Arm:
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
 
 
-class MemoryTier:
+class MemoryTier(LocalTier):
     """An exact LRU over entries, in one process.
 
     Reads, writes, touches and deletions are O(1); evictions O(1) each; nothing is ever awaited, so the ``*_now`` methods are the
@@ -101,61 +102,12 @@ class MemoryTier:
         """Make the entry the most recently used, if it is there: here at once."""
         self.get_now(arm, key)
 
-    async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
-        """Return the entry, expired or not, and make it the most recently used if ``touch``."""
-        return self.get_now(arm, key, touch=touch)
-
-    async def put(self, arm: str, entry: Entry) -> int:
-        """Store the entry as the most recently used; return how many others were evicted for it."""
-        return self.put_now(arm, entry)
-
-    def charged(self, entry: Entry) -> Entry:
-        """Return the entry as it is: here it has no overhead of its own."""
-        return entry
-
-    async def touch(self, arm: str, key: bytes) -> None:
-        """Make the entry the most recently used, if it is there."""
-        self.get_now(arm, key)
-
-    async def renew(self, arm: str, key: bytes, at: float) -> bool:
-        """Begin the entry's life anew at ``at``, if it is there; whether it was."""
-        return self.renew_now(arm, key, at)
-
-    async def heads(self, arm: str, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return the entries without body and vector; None where there is none."""
-        found = (self.get_now(arm, key, touch=False) for key in keys)
-        return [None if entry is None else entry.head() for entry in found]
-
     async def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
         """Yield the heads of all entries that were there at the start."""
         held = self._arms.get(arm)
         entries = list(held.entries.values()) if held is not None else []
         for first in range(0, len(entries), SCAN_STEP):
             yield [entry.head() for entry in entries[first : first + SCAN_STEP]]
-
-    async def delete(self, arm: str, key: bytes) -> bool:
-        """Remove the entry; whether it was there."""
-        return self.delete_now(arm, key)
-
-    async def delete_many(self, arm: str, keys: Sequence[bytes]) -> int:
-        """Remove the entries; how many of them were there."""
-        return sum(self.delete_now(arm, key) for key in keys)
-
-    async def resize(self, arm: str, budget: int) -> int:
-        """Set the arm's budget in bytes; return how many entries were evicted.
-
-        Raises:
-            ValueError: If the budget is negative.
-        """
-        return self.resize_now(arm, budget)
-
-    async def flush(self, arm: str) -> int:
-        """Remove every entry of the arm; how many there were."""
-        return self.flush_now(arm)
-
-    async def stats(self, arm: str) -> TierStats:
-        """Return what the arm holds."""
-        return self.stats_now(arm)
 
     async def close(self) -> None:
         """Drop everything."""
