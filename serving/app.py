@@ -8,7 +8,8 @@ On a cluster that is there already::
 :func:`start` does the same on a Ray of its own, on loopback, for one machine: the demo, the tests, ``cachepilot serve``.
 
 The HAProxy ingress answers 5 to 7 times as many requests as Ray's own proxy; it is chosen by ``RAY_SERVE_ENABLE_HA_PROXY=1``,
-which has to be set before the cluster starts (:func:`start` does that).
+which has to be set before the cluster starts (:func:`start` does that). Two clusters on one machine also need a
+``RAY_SERVE_FALLBACK_PROXY_HTTP_PORT`` each: at one port, the gateway of one would answer for the other while that starts.
 """
 
 from __future__ import annotations
@@ -289,6 +290,9 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
     return {
         **common,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # Where HAProxy sends what no replica is ready for. At Ray's fixed port the proxy of another Ray on this machine may
+        # listen, and its gateway would answer.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(sockets / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(sockets / "admin.sock"),
