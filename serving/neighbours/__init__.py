@@ -1,0 +1,1 @@
+"""Reading the arenas of other nodes, one-sided, over RDMA or TCP."""
