@@ -30,6 +30,17 @@ KeyHash = Annotated[str, AfterValidator(_key_hash)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+def _endpoint(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not (colon and bare and port.isascii() and port.isdigit() and int(port) <= 65535) or (":" in bare) != (bare != host):
+        raise ValueError(f"expected host:port, an IPv6 address in brackets, got {value!r}")
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+
+
 class Settings(BaseModel):
     """Base of every settings model: frozen, unknown keys refused."""
 
@@ -450,6 +461,77 @@ class GhostSettings(Settings):
     window: Seconds = 5.0
 
 
+class MemorySettings(Settings):
+    """The memory tier.
+
+    Attributes:
+        shared: Whether all replicas of a node share one arena; else each has memory of its own. An arena that cannot be opened
+            is told of, and the replica goes on with memory of its own.
+        path: The arena's file; null: ``/dev/shm/cachepilot-<namespace>-<user id>``. Replicas that name the same file share it.
+        size: Bytes of the file, memory that is taken as entries come; null: enough for the largest budgets of all arms. One that
+            is used by nobody is replaced where the size changed.
+        entry_bytes: What an entry is expected to have on average; sets the size of the index.
+    """
+
+    shared: bool = True
+    path: Path | None = None
+    size: Annotated[int, Field(ge=64 * 1024, le=256 * 1024 * MIB)] | None = None
+    entry_bytes: Annotated[int, Field(ge=64, le=MIB)] = 1024
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute():
+            raise ValueError(f"expected an absolute path, since replicas have other working directories; got {str(value)!r}")
+        return value
+
+
+class NeighbourSettings(Settings):
+    """Other nodes' arenas, which are asked before Redis is.
+
+    Attributes:
+        listen: ``host:port`` at which this node's arena is offered to the others; null: no neighbours at all.
+        advertise: ``host:port`` by which the others reach it; null: ``listen``.
+        peers: ``host:port`` of every node; none: they find each other through Redis.
+        secret: Shared by all nodes, at least 16 characters; needed with ``listen``. Who has it may read the arena and offer
+            entries.
+        transport: ``rdma``, ``tcp``, or ``auto``: RDMA where both sides have it, else TCP. Both carry entries in the clear.
+        device: The RDMA device; null: the first that is usable.
+        deadline: Seconds that a lookup waits for a neighbour before it goes on to Redis.
+        inbox_slots: Entries that one neighbour may have offered and this node not yet taken.
+        slot_bytes: Largest entry that is offered, in its stored form.
+    """
+
+    listen: Endpoint | None = None
+    advertise: Endpoint | None = None
+    peers: tuple[Endpoint, ...] = ()
+    secret: SecretStr | None = None
+    transport: Literal["auto", "rdma", "tcp"] = "auto"
+    device: str | None = None
+    deadline: Seconds = 0.05
+    inbox_slots: Annotated[int, Field(ge=1, le=4096)] = 64
+    slot_bytes: Annotated[int, Field(ge=4096, le=16 * MIB, multiple_of=64)] = 65536
+
+    @field_validator("secret")
+    @classmethod
+    def _long(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value()) < 16:
+            raise ValueError("expected at least 16 characters (make them with: openssl rand -base64 32)")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> NeighbourSettings:
+        if self.listen is not None and self.secret is None:
+            raise ValueError("secret: expected one, since listen is set: neighbours prove to each other that they have it")
+        if self.listen is None and (given := [name for name in ("advertise", "peers") if getattr(self, name)]):
+            raise ValueError(f"listen: expected host:port, since {' and '.join(given)} is given; got null")
+        return self
+
+    @field_serializer("secret", when_used="json")
+    def _reveal(self, value: SecretStr | None) -> str | None:
+        return None if value is None else value.get_secret_value()
+
+
 class GatewaySettings(Settings):
     """The whole data plane.
 
@@ -463,6 +545,8 @@ class GatewaySettings(Settings):
         salt: Of the assignment of keys to arms.
         space: Bounds of the knobs.
         rules: Rules that are not knobs.
+        memory: The memory tier.
+        neighbours: Other nodes' arenas.
         upstream: The model.
         warmup: Background refreshing.
         ghost: The shadow cache.
@@ -489,6 +573,8 @@ class GatewaySettings(Settings):
     salt: str = ""
     space: SpaceSettings = SpaceSettings()
     rules: RulesSettings = RulesSettings()
+    memory: MemorySettings = MemorySettings()
+    neighbours: NeighbourSettings = NeighbourSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     warmup: WarmupSettings = WarmupSettings()
     ghost: GhostSettings = GhostSettings()
@@ -523,6 +609,12 @@ class GatewaySettings(Settings):
             raise ValueError(
                 f"redis_url: expected a Redis URL, since {self.replicas} replicas share one cache; got null "
                 "(the Redis that `cachepilot serve` brings is for one: start a redis-server and name it)"
+            )
+        if self.neighbours.listen is not None and not self.memory.shared:
+            raise ValueError("neighbours.listen: expected memory.shared, since what neighbours read is the arena; got false")
+        if self.neighbours.listen is not None and not self.neighbours.peers and self.redis_url is None:
+            raise ValueError(
+                "neighbours.peers: expected the nodes, or a redis_url through which they find each other; got neither"
             )
         return self
 

@@ -27,6 +27,20 @@ from serving.settings import GatewaySettings, LlmSimSettings
         ({"space": {"min_size": 10, "max_size": 5}}, "space", "expected 0 < min_size < max_size"),
         ({"port": 70_000}, "port", "less than or equal to 65535"),
         ({"namespace": "a b"}, "namespace", "String should match pattern"),
+        ({"memory": {"path": "arena"}}, "memory.path", "expected an absolute path"),
+        ({"memory": {"size": 1}}, "memory.size", "greater than or equal to 65536"),
+        ({"neighbours": {"listen": "7400"}}, "neighbours.listen", "expected host:port, an IPv6 address in brackets, got '7400'"),
+        ({"neighbours": {"listen": "h:70000"}}, "neighbours.listen", "expected host:port"),
+        ({"neighbours": {"listen": "fe80::1:7400"}}, "neighbours.listen", "expected host:port, an IPv6 address in brackets"),
+        ({"neighbours": {"listen": "h:7400"}}, "neighbours", "expected one, since listen is set"),
+        ({"neighbours": {"listen": "h:7400", "secret": "short"}}, "neighbours.secret", "expected at least 16 characters"),
+        ({"neighbours": {"peers": ["h:7400"]}}, "neighbours", "expected host:port, since peers is given"),
+        ({"neighbours": {"listen": "h:7400", "secret": "s" * 16}}, "", "expected the nodes, or a redis_url"),
+        (
+            {"neighbours": {"listen": "h:7400", "secret": "s" * 16, "peers": ["h:7400"]}, "memory": {"shared": False}},
+            "",
+            "expected memory.shared, since what neighbours read is the arena",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(given: dict[str, Any], where: str, said: str) -> None:
@@ -38,9 +52,13 @@ def test_a_bad_setting_is_refused_by_name(given: dict[str, Any], where: str, sai
 
 
 def test_the_json_form_gives_the_same_settings_with_the_key_and_repr_hides_it() -> None:
-    settings = GatewaySettings.model_validate({"upstream": {"api_key": "sk-secret"}, "access_log": "logs"})
+    neighbours = {"listen": "[::1]:7400", "peers": ["node-1:7400"], "secret": "shared by all the nodes"}
+    settings = GatewaySettings.model_validate(
+        {"upstream": {"api_key": "sk-secret"}, "access_log": "logs", "neighbours": neighbours, "memory": {"path": "/dev/shm/a"}}
+    )
     assert GatewaySettings.model_validate(settings.to_json()) == settings
     assert "sk-secret" not in repr(settings)
+    assert "shared by all" not in repr(settings)
 
 
 def test_a_ttl_or_half_life_of_null_means_never() -> None:
