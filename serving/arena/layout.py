@@ -39,15 +39,14 @@ from serving.compiled import compiled
 Words = npt.NDArray[np.int64]
 
 MAGIC = int.from_bytes(b"CPARENA\0", "little")
-VERSION = 1
+VERSION = 2
 UNIT = 64
 UNIT_WORDS = 8
 
 # Words of the header. The first of them never change, and SUM is their checksum.
 (
-    H_MAGIC, H_VERSION, H_BYTES, H_UNITS, H_BUCKETS, H_BUCKET_WORDS, H_INDEX, H_EDGES, H_VALUES, H_INBOX, H_INBOX_UNITS, H_EPOCH,
-    H_SUM,
-) = range(13)  # fmt: skip
+    H_MAGIC, H_VERSION, H_BYTES, H_UNITS, H_BUCKETS, H_BUCKET_WORDS, H_INDEX, H_EDGES, H_VALUES, H_EPOCH, H_SUM,
+) = range(11)  # fmt: skip
 H_OWNER, H_DIRTY = 16, 17
 H_SEQUENCE, H_TOP, H_RESERVED, H_REPAIRS = 24, 25, 26, 27
 H_FREE = 64
@@ -70,7 +69,7 @@ LARGEST_FILE = (1 << 32) * UNIT
 # Words of the array that a client hands to the compiled functions beside the arena: where things are, what is asked, what came.
 P_BUCKETS, P_INDEX, P_UNITS, P_EDGES, P_VALUES, P_EPOCH, P_LIMIT = range(7)
 P_KEY = 8
-P_EVICTED, P_OLD, P_FOUND = 12, 13, 14
+P_EVICTED, P_OLD, P_FOUND, P_SLOT = 12, 13, 14, 15
 P_KEYS = 16
 KEY_WORDS = 5
 """A key that is reported takes its 4 words and one for the arm."""
@@ -94,7 +93,7 @@ class Geometry:
     """Where the parts of an arena are.
 
     Attributes:
-        bytes: Of the file, a multiple of 4096.
+        bytes: Of the file, a multiple of 4096, and of the pages of its file system.
         buckets: Number of buckets.
         edges: First word of the edges.
         index: First unit of the buckets.
@@ -115,15 +114,21 @@ class Geometry:
         return self.bytes // UNIT
 
     @classmethod
-    def plan(cls, size: int, entry_bytes: int, epoch: int) -> Geometry:
+    def plan(cls, size: int, entry_bytes: int, epoch: int, page: int = 4096) -> Geometry:
         """Return the geometry of an arena of about ``size`` bytes, whose entries are expected to have ``entry_bytes``.
 
         There is a bucket for every four of such entries, so that at most four of seven slots are taken on average.
 
+        Args:
+            size: Bytes of the file; it is a multiple of ``page`` afterwards, a smaller one, but at least one page.
+            entry_bytes: What entries are expected to have on average.
+            epoch: Names this arena.
+            page: Bytes of a page of the file system, a multiple of 4096.
+
         Raises:
             ArenaError: If the size is too small or too large.
         """
-        size = size // 4096 * 4096
+        size = max(size // page, 1 if size >= MINIMUM else 0) * page
         if not MINIMUM <= size <= LARGEST_FILE:
             raise ArenaError(f"arena: expected a size from {MINIMUM} to {LARGEST_FILE} bytes, got {size}")
         edges = HEADER_WORDS + ARMS * ARM_WORDS
@@ -134,11 +139,11 @@ class Geometry:
         return cls(size, buckets, edges, index, index + buckets * BUCKET_UNITS, epoch)
 
     def header(self) -> Words:
-        """Return the words that never change, their sum included, shape (13,)."""
+        """Return the words that never change, their sum included, shape (11,)."""
         words = np.array(
             [
                 MAGIC, VERSION, self.bytes, self.units, self.buckets, BUCKET_UNITS * UNIT_WORDS, self.index, self.edges,
-                self.values, 0, 0, self.epoch, 0,
+                self.values, self.epoch, 0,
             ],
             np.int64,
         )  # fmt: skip
@@ -150,7 +155,7 @@ class Geometry:
         """Return the geometry that a header tells.
 
         Args:
-            words: The first words of the file, shape (>= 13,).
+            words: The first words of the file, shape (>= 11,).
             path: Of the file, for messages.
             size: Bytes of the file.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from serving.arena.layout import H_RESERVED, H_SUM, H_TOP, UNIT, VERSION, ArenaError, Geometry, Words
+from serving.arena.place import Place
 
 STEP = 1 << 20
 """Bytes for which memory is reserved at a time: a file that has none where it is written to ends the process."""
@@ -35,8 +36,8 @@ class Mapping:
         descriptor: Of the file; its ``flock`` is the right to write.
 
     Args:
-        path: The file; it is made if it is not there. In ``/dev/shm``, a tmpfs mounted with ``huge=always``, or
-            the file system of a DAX device.
+        path: The file; it is made if it is not there. In ``/dev/shm``, a tmpfs mounted with ``huge=always``, a hugetlbfs, all of
+            whose pages are taken at once, or the file system of a DAX device, mounted with ``dax``. Not a device itself.
         size: Bytes of a file that is made. An existing one of another size is replaced, unless others use it.
         entry_bytes: What entries are expected to have on average; sets the number of buckets of a file that is made.
 
@@ -46,7 +47,8 @@ class Mapping:
 
     def __init__(self, path: str | Path, size: int, *, entry_bytes: int = 1024) -> None:
         self.path = str(path)
-        planned = Geometry.plan(size, entry_bytes, secrets.randbits(62) | 1)
+        self._place = Place.of(self.path)
+        planned = Geometry.plan(size, entry_bytes, secrets.randbits(62) | 1, self._place.page)
         for _ in range(10):
             descriptor = self._open()
             if descriptor is None:
@@ -67,7 +69,7 @@ class Mapping:
                     _log.warning("arena %s: others use it with %d bytes; so does this one", self.path, kept.bytes)
                 self.geometry = kept
                 self.descriptor = descriptor
-                self._map = mmap.mmap(descriptor, kept.bytes)
+                self._map = self._mapped(descriptor, kept)
             except BaseException:
                 with suppress(OSError):
                     os.close(descriptor)
@@ -114,7 +116,21 @@ class Mapping:
                 "or set another path"
             ) from error
 
+    def _mapped(self, descriptor: int, kept: Geometry) -> mmap.mmap:
+        try:
+            return mmap.mmap(descriptor, kept.bytes)
+        except OSError as error:
+            raise ArenaError(
+                f"arena {self.path}: {kept.bytes} bytes cannot be mapped ({error.strerror}): found {self._place.room()}; is this "
+                "process's address space limited (ulimit -v)?"
+            ) from error
+
     def _check_owner(self, found: os.stat_result) -> None:
+        if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
+            raise ArenaError(
+                f"arena {self.path}: expected a file, found a device, which can neither grow nor be replaced; make a file system "
+                "on it (ndctl create-namespace -m fsdax, mkfs, mount -o dax) and set the path of a file there"
+            )
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ArenaError(
                 f"arena {self.path}: expected a regular file of user {os.geteuid()} with mode 0600, found one of user "
@@ -136,7 +152,8 @@ class Mapping:
     def _make(self, planned: Geometry, *, over: bool = False) -> None:
         """Make the file beside its place and move it there whole."""
         scratch = f"{self.path}.{os.getpid()}.{secrets.token_hex(4)}"
-        start = planned.values * UNIT
+        # Huge pages are there for this alone; what would be found missing later ends the process that needs it.
+        reserved = planned.units if self._place.huge else planned.values
         try:
             descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -145,20 +162,21 @@ class Mapping:
             ) from error
         try:
             os.ftruncate(descriptor, planned.bytes)
-            os.posix_fallocate(descriptor, 0, start)
-            os.pwrite(descriptor, planned.header().tobytes(), 0)
-            for word in (H_TOP, H_RESERVED):
-                os.pwrite(descriptor, planned.values.to_bytes(8, "little"), word * 8)
+            os.posix_fallocate(descriptor, 0, reserved * UNIT)
+            with mmap.mmap(descriptor, planned.bytes) as whole:
+                for word, value in ((H_TOP, planned.values), (H_RESERVED, reserved)):
+                    whole[word * 8 : word * 8 + 8] = value.to_bytes(8, "little")
+                header = planned.header().tobytes()
+                whole[: len(header)] = header
             if over:
                 os.rename(scratch, self.path)
             else:
                 with suppress(FileExistsError):  # another process was faster
                     os.link(scratch, self.path)
         except OSError as error:
-            free = os.statvfs(Path(self.path).parent)
             raise ArenaError(
-                f"arena {self.path}: {planned.bytes} bytes cannot be made ({error.strerror}): expected {start} bytes free to "
-                f"begin with, found {free.f_bavail * free.f_frsize}; make it smaller, or mount a larger file system"
+                f"arena {self.path}: {planned.bytes} bytes cannot be made ({error.strerror}): expected {reserved * UNIT} bytes "
+                f"free to begin with, found {self._place.room()}"
             ) from error
         finally:
             os.close(descriptor)

@@ -20,6 +20,7 @@ from serving.arena.layout import (
     P_KEY,
     P_KEYS,
     P_RECORD,
+    P_SLOT,
     P_UNITS,
     R_KEY,
     R_LINKS,
@@ -97,6 +98,42 @@ def copy_record(words: Words, private: Words, slot: int, arm: int) -> int:
     return length if total == private[P_RECORD + R_SUM] else TORN
 
 
+@compiled("int64(int64[::1], int64[::1], int64, int64)", allocates=False)
+def candidate(words: Words, private: Words, value: int, after: int) -> int:
+    """Return the word of the next slot that may be that of the entry with the digest; 0 if there is none.
+
+    Args:
+        words: The arena.
+        private: ``P_SLOT`` says afterwards what the slot was.
+        value: The digest.
+        after: The word of the candidate before; 0: begin with the first bucket.
+    """
+    tag = digest_tag(value)
+    home: int = bucket_word(private, home_bucket(value, private[P_BUCKETS]))
+    base, number = home, 1
+    if after != 0:
+        number = (after - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS + 1
+        base = after + 1 - number
+    while True:
+        while number <= SLOTS:
+            slot = load(words, base + number)
+            if slot != 0 and slot_tag(slot) == tag and points_inside(private, slot):
+                private[P_SLOT] = slot
+                return base + number
+            number += 1
+        if base != home or overflowed(load(words, base)) == 0:
+            return 0
+        base, number = bucket_word(private, other_bucket(value, private[P_BUCKETS])), 1
+
+
+@compiled("void(int64[::1], int64[::1], int64)", allocates=False)
+def mark(words: Words, private: Words, word: int) -> None:
+    """Set the bit that says that the entry of the slot at that word was used."""
+    number = (word - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS
+    if (load(words, word - number) >> number) & 1 == 0:  # else a line that all read would go from processor to processor
+        set_bits(words, word - number, 1 << number)
+
+
 @compiled("int64(int64[::1], int64[::1], int64, boolean)", allocates=False)
 def find(words: Words, private: Words, arm: int, touch: bool) -> int:
     """Look for the entry of an arm whose key is in the private array, and copy it there.
@@ -105,28 +142,19 @@ def find(words: Words, private: Words, arm: int, touch: bool) -> int:
         Bytes of the payload, from word ``P_PAYLOAD`` of the private array; else as :func:`copy_record`.
     """
     value = digest(private[P_KEY], arm)
-    tag = digest_tag(value)
     for _ in range(ATTEMPTS):
         torn = False
-        bucket = home_bucket(value, private[P_BUCKETS])
-        for turn in range(2):
-            base = bucket_word(private, bucket)
-            for number in range(1, SLOTS + 1):
-                slot = load(words, base + number)
-                if slot == 0 or slot_tag(slot) != tag or not points_inside(private, slot):
-                    continue
-                found = copy_record(words, private, slot, arm)
-                if found >= 0:
-                    if touch and (load(words, base) >> number) & 1 == 0:
-                        set_bits(words, base, 1 << number)
-                    return found
-                if found < LARGER:
-                    return found
-                if found == TORN:
-                    torn = True
-            if turn == 1 or overflowed(load(words, base)) == 0:
-                break
-            bucket = other_bucket(value, private[P_BUCKETS])
+        word = candidate(words, private, value, 0)
+        while word != 0:
+            found = copy_record(words, private, private[P_SLOT], arm)
+            if found >= 0:
+                if touch:
+                    mark(words, private, word)
+                return found
+            if found < LARGER:
+                return found
+            torn = torn or found == TORN
+            word = candidate(words, private, value, word)
         if not torn:
             return MISS
     return TORN
@@ -136,32 +164,19 @@ def find(words: Words, private: Words, arm: int, touch: bool) -> int:
 def locate(words: Words, private: Words, arm: int) -> int:
     """Return the word of the slot of the entry whose key is in the private array, unchecked; 0 where there is none."""
     value = digest(private[P_KEY], arm)
-    tag = digest_tag(value)
-    bucket = home_bucket(value, private[P_BUCKETS])
-    for turn in range(2):
-        base = bucket_word(private, bucket)
-        for number in range(1, SLOTS + 1):
-            slot = load(words, base + number)
-            if slot == 0 or slot_tag(slot) != tag or not points_inside(private, slot):
-                continue
-            if same_record(words, slot_at(slot) * UNIT_WORDS, private, arm):
-                return base + number
-        if turn == 1 or overflowed(load(words, base)) == 0:
-            break
-        bucket = other_bucket(value, private[P_BUCKETS])
-    return 0
+    word = candidate(words, private, value, 0)
+    while word != 0 and not same_record(words, slot_at(private[P_SLOT]) * UNIT_WORDS, private, arm):
+        word = candidate(words, private, value, word)
+    return word
 
 
 @compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
 def mark_used(words: Words, private: Words, arm: int) -> bool:
     """Set the bit that says that the entry was used; whether it is there."""
-    at = locate(words, private, arm)
-    if at == 0:
-        return False
-    number = (at - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS
-    if (load(words, at - number) >> number) & 1 == 0:
-        set_bits(words, at - number, 1 << number)
-    return True
+    word = locate(words, private, arm)
+    if word != 0:
+        mark(words, private, word)
+    return word != 0
 
 
 @compiled("int64(int64[::1], int64[::1], int64, int64)", allocates=False)

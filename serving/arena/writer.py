@@ -30,6 +30,7 @@ from serving.arena.layout import (
     P_OLD,
     P_PAYLOAD,
     P_RECORD,
+    P_SLOT,
     P_UNITS,
     R_KEY,
     R_LENGTH,
@@ -288,8 +289,12 @@ def revoke(words: Words, private: Words, arm: int, everything: bool) -> int:
     count = 0
     if not everything:
         word = locate(words, private, arm)
-        if word != 0 and replace(words, word, load(words, word), 0):
-            count = 1
+        while word != 0 and count == 0:
+            # Another slot by now: a writer has put another entry there, or a new one of this key, which has to go as well.
+            if replace(words, word, private[P_SLOT], 0):
+                count = 1
+            else:
+                word = locate(words, private, arm)
     else:
         for bucket in range(private[P_BUCKETS]):
             base = bucket_word(private, bucket)
