@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import glob
 import logging
 import mmap
 import os
 import secrets
 import stat
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +24,10 @@ from serving.arena.place import Place
 STEP = 1 << 20
 """Bytes for which memory is reserved at a time: a file that has none where it is written to ends the process."""
 
+_ATTEMPTS = 220
+"""About ten seconds, far more than making the largest takes."""
+
+_MADE = "being-made"
 _USERS = struct.Struct("hhqqi4x")  # struct flock
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which the standard library has no name for
 _log = logging.getLogger(__name__)
@@ -49,33 +56,20 @@ class Mapping:
         self.path = str(path)
         self._place = Place.of(self.path)
         planned = Geometry.plan(size, entry_bytes, secrets.randbits(62) | 1, self._place.page)
-        for _ in range(10):
-            descriptor = self._open()
-            if descriptor is None:
-                self._make(planned)
-                continue
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(min(0.001 * attempt, 0.05))  # another process is about to replace it
             try:
-                found = os.fstat(descriptor)
-                self._check_owner(found)
-                kept = self._geometry(descriptor, found.st_size)
-                if kept.bytes != planned.bytes and _lock(descriptor, fcntl.F_WRLCK):
-                    self._make(planned, over=True)
-                    os.close(descriptor)
-                    continue
-                if not _lock(descriptor, fcntl.F_RDLCK) or not self._is(found):
-                    os.close(descriptor)  # replaced meanwhile
-                    continue
-                if kept.bytes != planned.bytes:
-                    _log.warning("arena %s: others use it with %d bytes; so does this one", self.path, kept.bytes)
-                self.geometry = kept
-                self.descriptor = descriptor
-                self._map = self._mapped(descriptor, kept)
-            except BaseException:
-                with suppress(OSError):
-                    os.close(descriptor)
-                raise
-            self.words: Words = np.frombuffer(self._map, np.int64)
-            return
+                opened = self._opened(planned)
+            except OSError as error:
+                raise ArenaError(
+                    f"arena {self.path}: cannot be opened ({error.strerror}); expected a file system with locks and shared "
+                    "mappings; set another path"
+                ) from error
+            if opened is not None:
+                self.descriptor, self.geometry, self._map = opened
+                self.words: Words = np.frombuffer(self._map, np.int64)
+                return
         raise ArenaError(f"arena {self.path}: it was replaced each time it was opened; does another program use the path?")
 
     def reserve(self) -> bool:
@@ -104,6 +98,34 @@ class Mapping:
         with suppress(BufferError):  # somebody still has the words: unmapped when they are gone
             self._map.close()
         os.close(self.descriptor)
+
+    def _opened(self, planned: Geometry) -> tuple[int, Geometry, mmap.mmap] | None:
+        """Open and map the file, made or replaced before where that has to be; None: others do so now."""
+        descriptor = self._open()
+        if descriptor is None:
+            self._make(planned)
+            descriptor = self._open()
+            if descriptor is None:
+                return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            found = os.fstat(descriptor)
+            self._check_owner(found)
+            kept = self._geometry(descriptor, found.st_size)
+            same = (kept.bytes, kept.buckets) == (planned.bytes, planned.buckets)
+            if not same and _lock(descriptor, fcntl.F_WRLCK):
+                if self._is(found) and self._place.huge:
+                    os.unlink(self.path)  # there may not be pages for both
+                elif self._is(found):
+                    self._make(planned, over=True)
+                return None
+            if not _lock(descriptor, fcntl.F_RDLCK) or not self._is(found):
+                return None
+            if not same:
+                _log.warning("arena %s: others use it with %d bytes; so does this one", self.path, kept.bytes)
+            mapped = self._mapped(descriptor, kept)
+            stack.pop_all()
+            return descriptor, kept, mapped
 
     def _open(self) -> int | None:
         try:
@@ -151,7 +173,8 @@ class Mapping:
 
     def _make(self, planned: Geometry, *, over: bool = False) -> None:
         """Make the file beside its place and move it there whole."""
-        scratch = f"{self.path}.{os.getpid()}.{secrets.token_hex(4)}"
+        scratch = f"{self.path}.{secrets.token_hex(8)}.{_MADE}"
+        self._tidy()
         # Huge pages are there for this alone; what would be found missing later ends the process that needs it.
         reserved = planned.units if self._place.huge else planned.values
         try:
@@ -161,6 +184,7 @@ class Mapping:
                 f"arena {self.path}: cannot be made ({error.strerror}); set a path that can be written to"
             ) from error
         try:
+            _lock(descriptor, fcntl.F_WRLCK)
             os.ftruncate(descriptor, planned.bytes)
             os.posix_fallocate(descriptor, 0, reserved * UNIT)
             with mmap.mmap(descriptor, planned.bytes) as whole:
@@ -168,10 +192,10 @@ class Mapping:
                     whole[word * 8 : word * 8 + 8] = value.to_bytes(8, "little")
                 header = planned.header().tobytes()
                 whole[: len(header)] = header
-            if over:
-                os.rename(scratch, self.path)
-            else:
-                with suppress(FileExistsError):  # another process was faster
+            with suppress(FileExistsError, FileNotFoundError):  # another process was faster, or took it for a leftover
+                if over:
+                    os.rename(scratch, self.path)
+                else:
                     os.link(scratch, self.path)
         except OSError as error:
             raise ArenaError(
@@ -182,6 +206,18 @@ class Mapping:
             os.close(descriptor)
             with suppress(FileNotFoundError):
                 os.unlink(scratch)
+
+    def _tidy(self) -> None:
+        """Remove what is left of files whose makers were killed."""
+        name = Path(self.path).name
+        for left in self._place.directory.glob(f"{glob.escape(name)}.*.{_MADE}"):
+            with suppress(OSError):
+                descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if _lock(descriptor, fcntl.F_WRLCK):
+                        left.unlink()
+                finally:
+                    os.close(descriptor)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

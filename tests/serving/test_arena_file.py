@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import struct
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from serving.arena.layout import H_RESERVED, H_VERSION, VERSION, ArenaError, Geometry
 from serving.tiers.arena import ArenaTier
-from tests.serving.arenas import ARM, MIB, answer, check, key
+from tests.serving.arenas import ARM, MIB, Worker, answer, check, key
 
 
 def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
@@ -94,6 +96,73 @@ def test_another_size_replaces_it_when_nobody_uses_it(tmp_path: Path) -> None:
     third = ArenaTier(path, 2 * MIB)
     assert third.mapping.geometry.bytes == path.stat().st_size == 2 * MIB
     third.close_now()
+
+
+def _open_when_told(connection: Connection, path: Path) -> None:
+    connection.send("ready")
+    connection.recv()
+    tier = ArenaTier(path, 2 * MIB)
+    connection.send((tier.mapping.geometry.bytes, os.fstat(tier.mapping.descriptor).st_ino))
+    connection.recv()
+
+
+def test_processes_that_start_together_with_a_new_size_share_one_arena(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    for _ in range(10):
+        path.unlink(missing_ok=True)
+        ArenaTier(path, MIB).close_now()
+        workers = [Worker(_open_when_told, path) for _ in range(4)]
+        for worker in workers:
+            assert worker.answer() == "ready"
+        for worker in workers:
+            worker.connection.send("go")
+        opened = {worker.answer() for worker in workers}
+        for worker in workers:
+            worker.close()
+        assert opened == {(2 * MIB, path.stat().st_ino)}
+
+
+def test_one_that_others_replace_at_this_moment_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    ArenaTier(path, MIB).close_now()
+    worker = Worker(_open_when_told, path)  # before: it would inherit the lock
+    replacing = os.open(path, os.O_RDWR)
+    whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, VERSION, 1, 0)
+    fcntl.fcntl(replacing, fcntl.F_OFD_SETLK, whole_file)
+    assert worker.answer() == "ready"
+    worker.connection.send("go")
+    assert not worker.connection.poll(0.1)
+    os.close(replacing)
+    assert worker.answer()[0] == MIB * 2
+    worker.close()
+
+
+def test_what_a_maker_that_was_killed_has_left_is_removed_and_what_a_living_one_makes_is_not(tmp_path: Path) -> None:
+    left, living = tmp_path / "arena.0123.being-made", tmp_path / "arena.4567.being-made"
+    for path in (left, living, tmp_path / "arena.bak"):
+        path.write_bytes(b"x" * 100)
+    with living.open("r+b") as made:
+        fcntl.fcntl(made, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, VERSION, 1, 0))
+        ArenaTier(tmp_path / "arena", MIB).close_now()
+    assert {path.name for path in tmp_path.iterdir()} == {"arena", living.name, "arena.bak"}
+
+
+def test_other_expected_sizes_of_entries_replace_it(tmp_path: Path) -> None:
+    first = ArenaTier(tmp_path / "arena", MIB)
+    first.close_now()
+    second = ArenaTier(tmp_path / "arena", MIB, entry_bytes=8192)
+    assert second.mapping.geometry.buckets == first.mapping.geometry.buckets // 8
+    second.close_now()
+
+
+def test_a_file_system_without_locks_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise OSError(37, "No locks available")
+
+    ArenaTier(tmp_path / "arena", MIB).close_now()
+    monkeypatch.setattr(fcntl, "fcntl", unsupported)
+    with pytest.raises(ArenaError, match=r"cannot be opened \(No locks available\); expected a file system with locks"):
+        ArenaTier(tmp_path / "arena", MIB)
 
 
 def test_no_room_to_begin_with_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
