@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import Callable
 from typing import cast
@@ -34,6 +35,7 @@ class Framed(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
         self._transport = cast(asyncio.Transport, transport)
+        _keep_alive(transport.get_extra_info("socket"))
         address = transport.get_extra_info("peername")
         self.peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         self.open = True
@@ -108,3 +110,13 @@ class Framed(asyncio.Protocol):
             self._buffer.clear()
             ended, self.ended = self.ended, lambda _: None
             ended(reason)
+
+
+def _keep_alive(connection: socket.socket | None) -> None:
+    """Have the kernel end the connection when the other machine is gone without a word, after half a minute."""
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -6,9 +6,10 @@ JSON objects. The TCP connection stays open as long as the link: its end tells e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from serving.arena.layout import Words
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import Hello, Link
 
@@ -108,3 +109,8 @@ class ServerTransport(Protocol):
     def close(self) -> None:
         """Release the device; keys that were given out are void from then on."""
         ...
+
+
+Offer = Callable[[Words, Words], ServerTransport]
+"""Makes a transport at the owner's side over the memory of the arena and of the inbox; called in a thread, since registering
+memory takes long. Raises :class:`serving.neighbours.link.LinkLost` where it is not to be had; then the node serves without it."""

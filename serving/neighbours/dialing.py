@@ -1,0 +1,148 @@
+"""Making a link to a peer: connect, prove, be proved to, and take the best transport that both sides have."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+from serving.neighbours.exchange import (
+    EXCHANGE_SECONDS,
+    LARGEST_MESSAGE,
+    NONCE_BYTES,
+    Refused,
+    chosen,
+    hello,
+    open_answer,
+    proof,
+)
+from serving.neighbours.framing import Framed
+from serving.neighbours.link import Link, LinkLost
+from serving.neighbours.transport import ClientTransport
+
+
+def parse_address(text: str, what: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``; IPv6 addresses are in brackets.
+
+    Raises:
+        ValueError: If it is not of that form.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"neighbours: {what}: expected host:port, got {text!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class Messages:
+    """The messages of an exchange, one at a time, from a connection."""
+
+    def __init__(self, connection: Framed) -> None:
+        self._connection = connection
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._reason = ""
+        connection.received = self._received
+        connection.ended = self._ended
+
+    async def next(self) -> bytes:
+        """Return the next message.
+
+        Raises:
+            LinkLost: If the connection has ended.
+        """
+        message = await self._queue.get()
+        if message is None:
+            raise LinkLost(self._reason)
+        return message
+
+    def _received(self, message: bytes) -> None:
+        if self._queue.qsize() > 1:
+            raise ValueError("more messages than an exchange has")
+        self._queue.put_nowait(message)
+
+    def _ended(self, reason: str) -> None:
+        self._reason = reason
+        self._queue.put_nowait(None)
+
+
+async def dial(address: str, transports: Sequence[ClientTransport], *, secret: bytes, namespace: str, deadline: float) -> Link:
+    """Return a link to the peer at ``host:port``, over the first of the transports that the peer has too.
+
+    Bounded by :data:`serving.neighbours.exchange.EXCHANGE_SECONDS`. A transport that fails is left out, and the next one tried.
+
+    Args:
+        address: Of the peer.
+        transports: Those that this side has, the best first.
+        secret: Shared by all nodes.
+        namespace: The cache's.
+        deadline: Seconds that a call of the link may take.
+
+    Raises:
+        LinkLost: If the peer cannot be reached or ends the exchange.
+        Refused: If one side refuses the other; says why.
+    """
+    left = list(transports)
+    while True:
+        try:
+            return await _dial(address, left, secret, namespace, deadline)
+        except _Failed as failed:
+            left = [each for each in left if each.name != failed.name]
+            if not left:
+                raise failed.error from None
+
+
+class _Failed(Exception):
+    """A transport failed, though the peer was reached."""
+
+    def __init__(self, name: str, error: LinkLost | Refused) -> None:
+        super().__init__(str(error))
+        self.name = name
+        self.error = error
+
+
+async def _dial(address: str, transports: Sequence[ClientTransport], secret: bytes, namespace: str, deadline: float) -> Link:
+    host, port = parse_address(address, "peer")
+    connection: Framed | None = None
+    dialing = None
+    finished = False
+    try:
+        async with asyncio.timeout(EXCHANGE_SECONDS):
+            _, connection = await asyncio.get_running_loop().create_connection(lambda: Framed(LARGEST_MESSAGE), host, port)
+            messages = Messages(connection)
+            names = [each.name for each in transports]
+            said = [hello(namespace, names, secrets.token_bytes(NONCE_BYTES))]
+            connection.send(said[0])
+            said.append(await messages.next())
+            name = chosen(said[1], names)
+            transport = next(each for each in transports if each.name == name)
+            try:
+                dialing = transport.dial(deadline)
+            except LinkLost as error:
+                raise _Failed(name, error) from error
+            said.append(proof(secret, said, dialing.parameters))
+            connection.send(said[2])
+            reply = await messages.next()
+            try:
+                told, parameters = open_answer(secret, said, reply)
+                link: Link = await dialing.finish(parameters, told, connection)
+            except LinkLost as error:
+                raise _Failed(name, error) from error
+            except Refused as error:
+                if error.why != "transport":
+                    raise
+                raise _Failed(name, error) from error
+            finished = True
+            return link
+    except TimeoutError as error:
+        raise LinkLost(f"{address}: no exchange within {EXCHANGE_SECONDS:g} s") from error
+    except Refused as error:
+        raise Refused(error.why, f"{address}: {error}") from error
+    except LinkLost as error:
+        raise LinkLost(f"{address}: {error}") from error
+    except OSError as error:
+        raise LinkLost(f"{address}: {error.strerror or error}") from error
+    finally:
+        if not finished:
+            if dialing is not None:
+                dialing.abandon()
+            if connection is not None:
+                connection.abort()
