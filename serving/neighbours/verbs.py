@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import ipaddress
+import logging
 import os
 import resource
 import secrets
@@ -47,6 +48,8 @@ class VerbsError(OSError):
 @functools.cache
 def _library() -> SimpleNamespace | str:
     """Return what is used of pyverbs, or why it cannot be imported."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     try:
         try:
             enums = importlib.import_module("pyverbs.libibverbs_enums")
@@ -61,6 +64,9 @@ def _library() -> SimpleNamespace | str:
         if isinstance(error, ModuleNotFoundError) and error.name == "pyverbs":
             return "pyverbs is not installed: it comes with the extra 'rdma', or as the package python3-pyverbs"
         return f"pyverbs cannot be imported ({error}): its version has to be that of the installed rdma-core"
+    finally:  # pyverbs sets up the logging of the whole process
+        root.handlers[:] = handlers
+        root.setLevel(level)
     return SimpleNamespace(e=enums, Error=parts["pyverbs_error"].PyverbsError, **parts)
 
 

@@ -17,10 +17,11 @@ import time
 import weakref
 from typing import Any, Literal
 
+from serving.arena.layout import Words
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import Hello, LinkLost
 from serving.neighbours.tcp import check_read, check_write
-from serving.neighbours.transport import Parameters
+from serving.neighbours.transport import Offer, Parameters
 from serving.neighbours.verbs import Device, Endpoint, QueuePair, Region, Remote, VerbsError
 
 LANES = 64
@@ -396,6 +397,22 @@ class VerbsServer:
     def close(self) -> None:
         """Release the device: all readers are cut off, and the keys are void. Safe to call twice."""
         self._device.close()
+
+
+def offered(device: str | None = None) -> Offer:
+    """Return what makes an owner's side over RDMA.
+
+    Args:
+        device: As for :class:`serving.neighbours.verbs.Device`.
+    """
+
+    def offer(arena: Words, inbox: Words) -> VerbsServer:
+        try:
+            return VerbsServer(arena, inbox, device)
+        except (VerbsError, ValueError) as error:
+            raise LinkLost(str(error)) from error
+
+    return offer
 
 
 def _release(*parts: QueuePair | Region | _Landing | None) -> None:
