@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import orjson
 
-from serving import recording, sse
+from serving import recording, sse, validators
 from serving.access_log import Outcome
 from serving.cache import VECTOR, Lookup
 from serving.continuation import Continuation, Diverged
@@ -129,20 +129,19 @@ class Answering:
         """Answer with an entry; False where it cannot be given in the form that was asked for."""
         runtime, inbound = self._runtime, x.inbound
         asked = inbound.asked
-        rest = await self._rest(x, entry) if inbound.resume else None
-        if inbound.resume and rest is None:
-            inbound = replace(inbound, resume=0)
-        plain = not asked.stream and entry.form == "json" and not inbound.fresh_id
-        body = rest if rest is not None else entry.body if plain else self._renditions.body(entry, inbound)
+        validator, offset = "", 0
+        if asked.stream:
+            body, validator, offset = await self._stream_of(x, entry)
+        else:
+            body = entry.body if entry.form == "json" and not inbound.fresh_id else self._renditions.body(entry, inbound)
         if body is None:
             return False
         headers = [
             STREAM_TYPE if asked.stream else JSON_TYPE,
             *self._headers(x, found.outcome, found.rule, entry=entry, ttl=found.ttl, age=found.age, tier=found.tier,
                            similarity=found.similarity),
+            *_begins(inbound, validator, offset),
         ]  # fmt: skip
-        if inbound.resume is not None:
-            headers.append((b"x-cache-offset", b"%d" % inbound.resume))
         await respond(x.send, 200, headers, body)
         runtime.hit(x.arm, found)
         if found.revalidate:
@@ -151,22 +150,40 @@ class Answering:
         self._settle(x, entry)
         return True
 
-    async def _rest(self, x: Exchange, entry: Entry) -> bytes | None:
-        """Return what a client that comes back does not have yet; None where that cannot be told: it gets the whole answer.
+    async def _stream_of(self, x: Exchange, entry: Entry) -> tuple[bytes | None, str, int]:
+        """Return an entry as the stream that a client gets, or what it does not have yet; with its validator and the offset."""
+        inbound = x.inbound
+        body, validator = self._renditions.body(entry, inbound), inbound.validator_of(validators.tag_of(entry))
+        if body is None:
+            return None, "", 0
+        offset = inbound.resume or 0
+        if offset and not validators.holds(inbound.validator, validator, offset):
+            joined = await self._joined(x, entry)
+            if joined is None:
+                offset = 0
+            else:
+                body, validator = joined
+        return resumed(body, inbound, validator=validator, events=offset), validator, offset
 
-        What it has are events of the stream that broke off, which may have been cut into events elsewhere than the entry.
+    async def _joined(self, x: Exchange, entry: Entry) -> tuple[bytes, str] | None:
+        """Return the stream that broke off for this client, gone on with by the entry; None: it had another, or they differ.
+
+        The entry may be cut into events elsewhere, and have another id.
         """
-        partial = await self._runtime.fetcher.partial(x.arm, x.inbound.fp.key)
+        inbound = x.inbound
+        partial = await self._runtime.fetcher.partial(x.arm, inbound.fp.key)
         if partial is None:
-            # Nobody had events of these numbers of an answer that came as JSON, unless from its replay, which is fast.
-            return None if entry.form == "json" else self._renditions.body(entry, x.inbound)
+            return None
+        validator = inbound.validator_of(_extended(partial, by=validators.tag_of(entry)))
+        if not validators.holds(inbound.validator, validator, inbound.resume or 0):
+            return None
         stream = convert(entry.body, entry.form, stream=True, usage=True)
         try:
             going_on = Continuation(partial.body)
             whole = partial.body + going_on.feed(stream or b"") + going_on.close()
         except Diverged:
             return None
-        return resumed(whole if x.inbound.asked.usage else recording.without_usage(whole), x.inbound)
+        return whole if inbound.asked.usage else recording.without_usage(whole), validator
 
     async def _forbid(self, x: Exchange) -> None:
         message = "there is no stored answer that may be served, and only-if-cached forbids to ask the model"
@@ -191,33 +208,37 @@ class Answering:
         producer, settle = fetcher.producer(arm, call, keep=keep), fetcher.settler(arm, call) if keep else None
         if found.outcome != "miss" or not fetcher.may_be_kept(asked):
             with runtime.flights.start(arm, fp.key, producer, settle=settle) as reader:
-                await self._give(x, found, call, reader, offset=0)
+                await self._give(x, found, call, reader)
             return
-        partial = await fetcher.partial(arm, fp.key) if inbound.resume else None
+        partial = await self._broken_off(x) if inbound.resume else None
         flight = runtime.flights.find(arm, fp.key, since=x.began)
         if flight is None and searched and not inbound.resume:
             accept = runtime.meaning.alike(asked, found.vector)
             flight = runtime.flights.near(arm, fp.context, accept, since=x.began) if accept is not None else None
-        offset = inbound.resume or 0
-        if flight is None and inbound.resume:
-            if partial is None:
-                offset = 0  # nobody knows what the client has: it gets all of the new answer
-            else:
-                producer = fetcher.producer(arm, call, partial=partial)
+        if flight is None and partial is not None:
+            producer = fetcher.producer(
+                arm, call, partial=replace(partial, meta=validators.stamped(partial.meta, _extended(partial)))
+            )
         reader = flight.join() if flight is not None else runtime.flights.join_or_start(
             arm, fp.key, producer, settle=settle, since=x.began,
             context=fp.context if found.vector else b"", about=(fp.text, found.vector) if found.vector else None,
         )  # fmt: skip
         with reader:
-            offset = offset if reader.leader else inbound.resume or 0
-            given = await self._give(x, found, call, reader, offset=offset, partial=partial)
+            given = await self._give(x, found, call, reader, partial=partial)
         if not given:  # it was the answer to somebody else, for reasons of his own
             with runtime.flights.start(arm, fp.key, producer, settle=settle) as reader:
-                await self._give(x, found, call, reader, offset=0)
+                await self._give(x, found, call, reader)
 
-    async def _give(
-        self, x: Exchange, found: Lookup, call: Call, reader: Reader, *, offset: int, partial: Entry | None = None
-    ) -> bool:
+    async def _broken_off(self, x: Exchange) -> Entry | None:
+        """Return the interrupted stream of the request, if it is that one of which the client has the beginning."""
+        inbound = x.inbound
+        partial = await self._runtime.fetcher.partial(x.arm, inbound.fp.key)
+        if partial is None:
+            return None
+        going_on = inbound.validator_of(_extended(partial))
+        return partial if validators.holds(inbound.validator, going_on, inbound.resume or 0) else None
+
+    async def _give(self, x: Exchange, found: Lookup, call: Call, reader: Reader, *, partial: Entry | None = None) -> bool:
         """Pass a flight's answer on; False, and nothing sent, where it was another client's and is not for this one."""
         asked, flight = x.inbound.asked, reader.flight
         try:
@@ -227,10 +248,13 @@ class Answering:
             # Whether tools are called is known at the end only, and then it may be that the answer is not to be shared.
             live = reader.leader or not x.inbound.calls_tools or self._runtime.settings.admission.tool_calls
             if asked.stream and head.ok and head.form == "sse" and live:
-                # What the client has may be of the stream that broke off: events of another answer are no rest of it.
-                if offset and partial is not None and not await reader.begins_with(partial.body):
-                    offset = 0
-                await self._relay(x, found, call, reader, head, offset)
+                validator = x.inbound.validator_of(head.headers.get(validators.HEADER, ""))
+                offset = x.inbound.resume or 0
+                if offset and not validators.holds(x.inbound.validator, validator, offset):
+                    # The same words may come in the same events again: then the rest of these is the rest of the client's.
+                    same = partial is not None and await reader.begins_with(partial.body)
+                    offset = offset if same else 0
+                await self._relay(x, found, call, reader, head, validator, offset)
                 return True
             body = await reader.body()
         except FlightFailed as error:
@@ -259,22 +283,24 @@ class Answering:
             ),
             *_passed(head),
         ]
-        if x.inbound.resume is not None:
-            headers.append((b"x-cache-offset", b"0"))
+        made = validators.content_tag(recorded) if head.ok and form == "json" and kind == STREAM_TYPE else ""
+        headers += _begins(x.inbound, x.inbound.validator_of(made), 0)
         if outcome == "collapsed" and flight.entry is not None and self._debug:
             headers.append(saved_tokens(flight.entry))
         await respond(x.send, head.status, headers, body)
         self._given(x, found, call, reader, head, recorded, form)
         return True
 
-    async def _relay(self, x: Exchange, found: Lookup, call: Call, reader: Reader, head: Head, offset: int) -> None:
+    async def _relay(
+        self, x: Exchange, found: Lookup, call: Call, reader: Reader, head: Head, validator: str, offset: int
+    ) -> None:
         """Pass a stream on as it comes, in the form that this client asked for."""
         inbound = x.inbound
         filters: list[recording.UsageFilter | sse.Numbers | sse.Skip] = []
         if not inbound.asked.usage:
             filters.append(recording.UsageFilter())
         if inbound.numbered:
-            filters.append(sse.Numbers())
+            filters.append(validators.EventIds(validator))
         if offset:
             filters.append(sse.Skip(offset))
         outcome, rule = self._how(found, reader)
@@ -282,9 +308,8 @@ class Answering:
             (b"content-type", head.content_type.encode("latin-1")),
             *self._headers(x, outcome, rule, status=head.status, answered=reader.flight.key, tier=_tier(x, reader)),
             *_passed(head),
+            *_begins(inbound, validator, offset),
         ]
-        if inbound.resume is not None:
-            headers.append((b"x-cache-offset", b"%d" % offset))
         await x.send({"type": "http.response.start", "status": head.status, "headers": headers})
         last = b""
         try:
@@ -450,8 +475,22 @@ def _as_kept(call: Call, body: bytes, form: Form, at: float) -> Entry:
     return Entry(fp.key, body, at, *tokens_of(parsed), fp.context if vector else b"", vector, call.meta, form)
 
 
+def _begins(inbound: Inbound, validator: str, offset: int) -> Headers:
+    """The headers that say which stream an answer is, and to one who comes back, where in it the answer begins."""
+    place = [(b"x-cache-offset", b"%d" % offset)] if inbound.resume is not None else []
+    return [*validators.header(validator), *place]
+
+
+def _extended(partial: Entry, *, by: str = "") -> str:
+    """The tag of what goes on with a stream that broke off."""
+    # The chunk with the usage may be missing from what the client has: it has at least the others.
+    return validators.extended(validators.tag_of(partial), sse.count(recording.without_usage(partial.body)), by)
+
+
 def _passed(answer: Head | UpstreamAnswer) -> Headers:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
+    return [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items() if name != validators.HEADER
+    ]
 
 
 def _failure(error: FlightFailed) -> UpstreamAnswer:

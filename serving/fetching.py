@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from serving import recording, sse
+from serving import recording, sse, validators
 from serving.admission import AdmissionRules, CompletedAnswer, Refusal, admit
 from serving.by_meaning import ByMeaning
 from serving.cache import TieredCache
@@ -146,6 +146,9 @@ class Fetcher:
         """
 
         async def produce(flight: Flight) -> None:
+            if flight.head is not None:
+                # Another replica's answer is gone on with. Its clients may have more of it, or will have it cut otherwise.
+                flight.head = _tagged(flight.head, validators.new_tag())
             if partial is not None:
                 await self._go_on(flight, arm, call, partial, cause)
             elif call.asked.stream:
@@ -176,8 +179,8 @@ class Fetcher:
             if not body or len(body) > self._admission.max_entry_bytes or recording.assemble(body).done:
                 return
             entry = Entry(
-                partial_key(flight.key), body, self._clock(), meta=_without_text(call.meta), form="sse", complete=False,
-                ttl=PARTIAL_SECONDS,
+                partial_key(flight.key), body, self._clock(), meta=_stamped(_without_text(call.meta), head), form="sse",
+                complete=False, ttl=PARTIAL_SECONDS,
             )  # fmt: skip
             await self._cache.put(arm, entry, now=entry.written_at)
 
@@ -245,12 +248,13 @@ class Fetcher:
         size = len(body) if body else flight.position
         refusal = self._billed(arm, call, cause, answer, parsed, size, interrupted=interrupted)
         if refusal is None and keep:
-            await self._keep(flight, arm, self._entry(call, body, form, parsed, await _vector(embedding, call)))
+            entry = self._entry(call, body, form, parsed, await _vector(embedding, call))
+            await self._keep(flight, arm, replace(entry, meta=_stamped(entry.meta, flight.head)))
         flight.finish(refusal is None)
 
     async def _go_on(self, flight: Flight, arm: str, call: Call, partial: Entry, cause: str) -> None:
         """What there is goes out at once; then the model says the rest."""
-        flight.begin(Head(200, "text/event-stream; charset=utf-8"))
+        flight.begin(_tagged(Head(200, "text/event-stream; charset=utf-8"), validators.tag_of(partial)))
         await flight.append(partial.body)
         continued = _continued(call, partial.body) if self._settings.streams.resume == "continue" else None
         if continued is None:
@@ -280,7 +284,8 @@ class Fetcher:
 
     def _head(self, answer: UpstreamAnswer) -> Head:
         private = answer.no_store and self._admission.heed_no_store
-        return Head(answer.status, answer.content_type, answer.headers, private)
+        head = Head(answer.status, answer.content_type, answer.headers, private)
+        return _tagged(head, validators.new_tag())
 
     def _embedding(self, call: Call, *, keep: bool) -> asyncio.Task[bytes] | None:
         """The embedding of a request that was not looked up by meaning, computed while the model works."""
@@ -340,6 +345,16 @@ class Fetcher:
             await self._cache.put(arm, entry, now=entry.written_at)
         except Exception:  # noqa: BLE001 - an answer that cannot be kept is given all the same
             _log.exception("an answer of arm %s could not be kept", arm)
+
+
+def _tagged(head: Head, tag: str) -> Head:
+    """Return the head of an answer, a stream's with the tag by which it is known."""
+    return replace(head, headers={**head.headers, validators.HEADER: tag}) if head.ok and head.form == "sse" else head
+
+
+def _stamped(meta: bytes, head: Head | None) -> bytes:
+    tag = head.headers.get(validators.HEADER) if head is not None else None
+    return meta if tag is None else validators.stamped(meta, tag)
 
 
 def _without_text(meta: bytes) -> bytes:

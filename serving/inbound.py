@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from serving import validators
 from serving.directives import NO_DIRECTIVES, DirectiveError, parse_directives
 from serving.keys import Endpoint, Fingerprint, fingerprint, parse_body
 from serving.policy import Asked
@@ -30,7 +31,7 @@ _READ: Mapping[bytes, str] = {
     name.encode(): name
     for name in (
         "cache-control", "last-event-id", "x-cache-threshold", "x-cache-max-error", "x-cache-tags", "x-cache-documents",
-        "x-cache-offset", "x-cache-fresh-id",
+        "x-cache-offset", "x-cache-fresh-id", "if-range",
     )
 }  # fmt: skip
 """Headers that ask something of the cache."""
@@ -69,6 +70,7 @@ class Inbound:
         asked: The request as the decision core sees it.
         tenant: Who asks; ``""`` where there are no tenants.
         resume: Events of a streamed answer that the client has already; None where it did not say.
+        validator: Which stream they are of (:mod:`serving.validators`); ``""`` where it did not say.
         numbered: Whether events shall carry their number, for clients that come back with ``Last-Event-ID``.
         fresh_id: Whether a hit shall get an id of its own.
     """
@@ -79,6 +81,7 @@ class Inbound:
     asked: Asked
     tenant: str
     resume: int | None = None
+    validator: str = ""
     numbered: bool = False
     fresh_id: bool = False
 
@@ -91,6 +94,12 @@ class Inbound:
     def calls_tools(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.body.get("tools") or self.body.get("functions"))
+
+    def validator_of(self, tag: str) -> str:
+        """Return the validator of a stream in the form that this client gets; ``""`` where that is made for it alone."""
+        if not tag or self.fresh_id:
+            return ""
+        return f"{'u' if self.asked.usage else 'p'}{'n' if self.numbered else ''}{tag}"
 
     def meta(self, *, text: bool) -> EntryMeta:
         """Return what is kept of the request beside its answer.
@@ -204,11 +213,10 @@ def understand(
     asked = Asked(fp, directives, stream, usage, False, _temperature(body), _choices(body, endpoint))
     if not given:
         return Inbound(endpoint, raw, body, asked, tenant)
-    last_event, offset = given.get("last-event-id"), given.get("x-cache-offset")
+    resume, validator = _events(given) if stream else (None, "")
     return Inbound(
-        endpoint, raw, body, asked, tenant,
-        _events(offset, last_event) if stream else None,
-        stream and last_event is not None,
+        endpoint, raw, body, asked, tenant, resume, validator,
+        stream and "last-event-id" in given,
         given.get("x-cache-fresh-id", "").lower() in ("1", "true", "yes"),
     )  # fmt: skip
 
@@ -292,16 +300,20 @@ def _choices(body: Mapping[str, Any], endpoint: Endpoint) -> int:
     return choices * len(given) if several else choices
 
 
-def _events(offset: str | None, last_event: str | None) -> int | None:
-    given, name = (offset, "x-cache-offset") if offset is not None else (last_event, "last-event-id")
-    if given is None:
-        return None
-    text = given.strip()
+def _events(given: Mapping[str, str]) -> tuple[int | None, str]:
+    """How many events a client has, and of which stream: the one that its last event names, or else ``If-Range``."""
+    name = next((name for name in ("x-cache-offset", "last-event-id") if name in given), None)
+    if name is None:
+        return None, ""
+    named = validators.of_if_range(given.get("if-range"))
+    text = given[name].strip()
     if not text:
-        return 0
-    if not text.isascii() or not text.isdecimal() or len(text) > 20 or int(text) > _MOST_EVENTS:
-        raise Refused(f"{name}: expected the number of events received, got {given[:40]!r}", param=name)
-    return int(text)
+        return 0, named
+    found = validators.of_event_id(text)
+    if found is None or found[0] > _MOST_EVENTS or (found[1] and name == "x-cache-offset"):
+        what = "the number of events received" if name == "x-cache-offset" else "the id of the last event received"
+        raise Refused(f"{name}: expected {what}, got {given[name][:40]!r}", param=name)
+    return found[0], found[1] or named
 
 
 def _excerpt(value: object) -> str:

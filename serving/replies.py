@@ -3,7 +3,7 @@
 Every answer has ``Cache-Status`` (RFC 9211); answers from the cache have ``Age`` (RFC 9111). For people and for clients of other
 caches there are, unless turned off, ``x-cache`` (HIT, SEMANTIC, STALE, COLLAPSED, MISS, REFRESH, BYPASS), ``x-cache-tier``,
 ``x-cache-arm``, ``x-cache-similarity``, ``x-cache-entry``, ``x-cache-rule``, ``x-cache-saved-tokens``, ``x-cache-offset``,
-``x-cachepilot-version`` and ``x-litellm-cache-key``.
+``x-cachepilot-version`` and ``x-litellm-cache-key``. Streams have an ``ETag`` (:mod:`serving.validators`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from serving import recording, sse
+from serving import recording, sse, validators
 from serving.inbound import Inbound, Send
 from serving.tiers.base import Entry
 from serving.upstream import JSON
@@ -111,13 +111,11 @@ class Renditions:
         self._kept: OrderedDict[tuple[bytes, float, bool, bool], bytes] = OrderedDict()
 
     def body(self, entry: Entry, inbound: Inbound) -> bytes | None:
-        """Return what the client gets, or None where the entry cannot be given in that form."""
+        """Return the whole of what the client gets, or None where the entry cannot be given in that form."""
         if not inbound.asked.stream:
             body = entry.body if entry.form == "json" else self._converted(entry, stream=False, usage=True)
         else:
             body = self._converted(entry, stream=True, usage=inbound.asked.usage)
-            if body is not None:
-                body = resumed(body, inbound)
         if body is not None and inbound.fresh_id:
             body = with_fresh_id(body, stream=inbound.asked.stream)
         return body
@@ -161,11 +159,19 @@ def convert(body: bytes, form: str, *, stream: bool, usage: bool) -> bytes | Non
         return None
 
 
-def resumed(stream: bytes, inbound: Inbound) -> bytes:
-    """Return the part of a complete stream that the client does not have yet, with numbers where it counts by them."""
+def resumed(stream: bytes, inbound: Inbound, *, validator: str, events: int) -> bytes:
+    """Return what follows the first events of a complete stream, with an id in each where the client counts by them.
+
+    Args:
+        stream: The stream.
+        inbound: The request.
+        validator: The stream's (:mod:`serving.validators`).
+        events: How many the client has of it.
+    """
     if inbound.numbered:
-        stream = sse.numbered(stream)
-    return sse.tail(stream, inbound.resume) if inbound.resume else stream
+        ids = validators.EventIds(validator)
+        stream = ids.feed(stream) + ids.close()
+    return sse.tail(stream, events) if events else stream
 
 
 def with_fresh_id(body: bytes, *, stream: bool) -> bytes:

@@ -221,19 +221,19 @@ class Soak:
             ask = draw_ask(draw)
             reply = await self._ask(ask, {}, leaves_after=ask.patience)
             self._judged(ask, reply, judge(ask, reply, self._oracle))
-            # What a client has of the answer to another question, only that one's entry goes on with: it does not come back.
-            # Nor does one who has everything.
+            # Who has everything does not come back.
             unfinished = reply.ended == "left" and reply.status == 200 and b"data: [DONE]" not in reply.body
-            if ask.behaviour == "returns" and unfinished and not reply.by_meaning:
+            if ask.behaviour == "returns" and unfinished:
                 await asyncio.sleep(draw.uniform(0.0, 1.5))
-                await self._return(ask, reply.body)
+                await self._return(ask, reply)
 
-    async def _return(self, ask: Ask, before: bytes) -> None:
+    async def _return(self, ask: Ask, first: Reply) -> None:
         """Come back for the rest of a stream."""
         parser = EventParser()
-        had = parser.feed(before)
-        before = before[: had[-1].end] if had else b""
-        reply = await self._ask(ask, {"x-cache-offset": str(len(had))}, leaves_after=0)
+        had = parser.feed(first.body)
+        before = first.body[: had[-1].end] if had else b""
+        back = {"x-cache-offset": str(len(had)), "if-range": first.headers.get("etag", "")}
+        reply = await self._ask(ask, back, leaves_after=0)
         offset = reply.headers.get("x-cache-offset", "")
         self._seen.events["reconnects"] += 1
         if reply.status == 200 and offset not in ("0", str(len(had))):

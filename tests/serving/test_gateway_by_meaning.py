@@ -149,6 +149,18 @@ async def test_what_is_trusted_is_served(monkeypatch: pytest.MonkeyPatch) -> Non
         assert asked == [0.1, 0.01, 0.1]
 
 
+async def test_one_who_has_events_of_an_answer_by_meaning_gets_the_whole_of_the_answer_to_its_own_question() -> None:
+    model = Model()
+    async with gateway(model, **semantic(threshold=0.85)) as client:
+        await client.ask(PIN[0], stream=True)
+        similar = await client.ask(PIN[1], stream=True)
+        assert similar.cache == "SEMANTIC"
+        own = await client.ask(PIN[1], {"cache-control": "no-cache"}, stream=True)
+        back = {"x-cache-offset": "3", "if-range": similar.headers["etag"]}
+        again = await client.ask(PIN[1], back, stream=True)
+        assert (again.cache, again.headers["x-cache-offset"], again.body) == ("HIT", "0", own.body)
+
+
 async def test_an_answer_by_meaning_is_streamed_to_one_who_wants_a_stream() -> None:
     async with gateway(Model(), **semantic()) as client:
         await client.ask(PIN[0])

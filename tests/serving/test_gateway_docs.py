@@ -70,7 +70,7 @@ def test_every_directive_is_told() -> None:
 
 def test_every_header_of_an_answer_is_told() -> None:
     told = {name.lower() for header, _ in rows(PAGE, "| header | is |") for name in named(header)}
-    assert told == {name.lower() for name in re.findall(r"``((?:x-|Cache-Status|Age)[\w-]*)``", str(replies.__doc__))}
+    assert told == {name.lower() for name in re.findall(r"``((?:x-|Cache-Status|Age|ETag)[\w-]*)``", str(replies.__doc__))}
 
 
 def test_every_vector_store_is_told() -> None:

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from serving.sse import EventParser, events
-from tests.e2e.stack import chat
+from tests.e2e.stack import Reply, chat
 from tests.serving.gateways import Client, Model, before, gateway
 from tests.waiting import until
 
 
 async def stream(client: Client, text: str = "hello", headers: dict[str, str] | None = None, **fields: Any) -> Any:
     return await client.request("POST", "/v1/chat/completions", json=chat(text, stream=True, **fields), headers=headers)
+
+
+def back(before: Reply, had: int) -> dict[str, str]:
+    """What one sends who comes back with so many events of an answer."""
+    return {"x-cache-offset": str(had), "if-range": before.headers["etag"]}
 
 
 def told(body: bytes) -> str:
@@ -197,11 +202,14 @@ async def test_a_client_that_leaves_takes_the_answer_from_nobody_else() -> None:
 async def test_one_who_comes_back_gets_the_rest_of_a_kept_stream(header: str) -> None:
     async with gateway(Model()) as client:
         whole = await stream(client, headers={"last-event-id": ""} if header == "last-event-id" else {})
-        end = events(whole.body)[2].end
-        rest = await stream(client, headers={header: "3"})
-        assert (rest.cache, rest.headers["x-cache-offset"], rest.body) == ("HIT", "3", whole.body[end:])
+        third, named = events(whole.body)[2], whole.headers["etag"]
+        asked = {header: str(third.id)} if header == "last-event-id" else {header: "3", "if-range": named}
+        rest = await stream(client, headers=asked)
+        assert (rest.cache, rest.headers["x-cache-offset"], rest.body) == ("HIT", "3", whole.body[third.end :])
+        assert rest.headers["etag"] == named
         if header == "last-event-id":
-            assert [event.id for event in events(whole.body)] == [str(number + 1) for number in range(len(events(whole.body)))]
+            count = len(events(whole.body))
+            assert [event.id for event in events(whole.body)] == [f"{number + 1}-{named[1:-1]}" for number in range(count)]
         else:
             assert all(event.id is None for event in events(whole.body))
 
@@ -210,9 +218,10 @@ async def test_one_who_comes_back_joins_the_stream_that_still_runs() -> None:
     model = Model()
     model.pause.clear()
     async with gateway(model) as client:
-        async with client.stream("hello") as (_, chunks):
+        async with client.stream("hello") as (response, chunks):
             await anext(chunks)
-        async with client.stream("hello", {"x-cache-offset": "1"}) as (response, chunks):
+        coming = {"x-cache-offset": "1", "if-range": response.headers["etag"]}
+        async with client.stream("hello", coming) as (response, chunks):
             assert (response.headers["x-cache"], response.headers["x-cache-offset"]) == ("COLLAPSED", "1")
             model.pause.set()
             rest = [chunk async for chunk in chunks]
@@ -229,7 +238,7 @@ async def test_an_interrupted_stream_goes_on_where_the_model_says_the_same_again
         broken = await stream(client)
         had = events(broken.body)[:-1]  # the last one says that it broke off
         model.cut_after = None
-        rest = await stream(client, headers={"x-cache-offset": str(len(had))})
+        rest = await stream(client, headers=back(broken, len(had)))
         assert rest.headers["x-cache-offset"] == str(len(had))
         assert told(broken.body[: had[-1].end] + rest.body) == "one two three four five "
         assert rest.body.endswith(b"data: [DONE]\n\n")
@@ -242,11 +251,11 @@ async def test_a_stream_that_was_given_up_goes_on_for_one_who_comes_back_later()
     model.message, model.pause_after = lambda *_: {"content": "one two three four five"}, 3
     model.pause.clear()
     async with gateway(model, streams={"grace": 0.01}) as client:
-        async with client.stream("hello") as (_, chunks):
+        async with client.stream("hello") as (response, chunks):
             had = [await anext(chunks) for _ in range(3)]
         await until(lambda: model.left == 1 and len(client.gateway.runtime.flights) == 0, "the call to be given up and kept")
         model.pause.set()
-        rest = await stream(client, headers={"x-cache-offset": "3"})
+        rest = await stream(client, headers={"x-cache-offset": "3", "if-range": response.headers["etag"]})
         assert rest.headers["x-cache-offset"] == "3"
         assert told(b"".join(b"data: " + data + b"\n\n" for data in had) + rest.body) == "one two three four five "
     assert len(model.asked) == 2
@@ -259,7 +268,7 @@ async def test_an_interrupted_stream_ends_in_an_error_where_the_model_says_somet
         broken = await stream(client)
         had = events(broken.body)[:-1]
         model.cut_after = None
-        rest = await stream(client, headers={"x-cache-offset": str(len(had))})
+        rest = await stream(client, headers=back(broken, len(had)))
         assert b'"error"' in rest.body
         assert b"[DONE]" not in rest.body
         assert "answer" not in told(broken.body[: had[-1].end]) or "2" not in told(rest.body.partition(b'{"error"')[0])
@@ -277,7 +286,7 @@ async def test_an_interrupted_stream_is_continued_by_a_model_that_can() -> None:
         broken = await stream(client)
         had = events(broken.body)[:-1]
         model.cut_after = None
-        rest = await stream(client, headers={"x-cache-offset": str(len(had))})
+        rest = await stream(client, headers=back(broken, len(had)))
         assert told(broken.body[: had[-1].end] + rest.body) == "one two three four five "
         assert model.asked[1]["messages"][-1] == {"role": "assistant", "content": "one two three "}
         assert (await stream(client)).cache == "MISS"
