@@ -114,7 +114,11 @@ def _run(work: Callable[..., None], connection: Connection, args: tuple[Any, ...
 
 
 def serve(connection: Connection) -> None:
-    """Open the arenas that are asked for, and call their methods by name: ``("open", path, size)``, ``(method, *args)``."""
+    """Do what is asked, with a client of its own.
+
+    ``("open", path, size)`` opens an arena, ``("hold",)`` and ``("release",)`` take the right to write and give it back,
+    ``(method, args, keywords)`` calls that method of the client; the answer is its result and the keys that were evicted.
+    """
     tier: ArenaTier | None = None
     gone: list[bytes] = []
     while True:
@@ -127,6 +131,13 @@ def serve(connection: Connection) -> None:
             connection.send(True)
             continue
         assert tier is not None
+        if name == "hold":
+            connection.send(tier._lease(10.0))
+            continue
+        if name == "release":
+            tier.lease.release()
+            connection.send(True)
+            continue
         result = getattr(tier, name)(*args[0], **args[1])
         connection.send((result, list(gone)))
         gone.clear()

@@ -7,21 +7,22 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from serving.arena.layout import P_KEY, digest, home_bucket
+from serving.arena.layout import P_KEY, digest
 from serving.tiers.arena import ArenaTier
 from serving.tiers.base import Entry
 from tests.serving.arenas import ARM, MIB, Worker, answer, check, key, serve
 
 SIZE = MIB
-_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -68,18 +69,38 @@ class Clock:
         self.used.discard(name)
         return self.entries.pop(name, None) is not None
 
+    def clear(self) -> None:
+        self.entries.clear()
+        self.used.clear()
+
+    def repair(self) -> None:
+        """Those that were spared stand again where they were written."""
+        self.entries = OrderedDict(sorted(self.entries.items(), key=lambda item: item[1].written_at))
+
+
+def name(number: int) -> bytes:
+    """Keys of which eight have the same digest: one more than there is room for in their bucket."""
+    return key(0)[:8] + key(number)[8:] if number < 8 else key(number)
+
+
+def version_of(number: int, version: int, size: int) -> Entry:
+    return replace(answer(number, version, size), key=name(number))
+
 
 class Histories(RuleBasedStateMachine):
-    """Three processes do what comes to mind to one arena; each answer is that of one dict, and the evictions are CLOCK's."""
+    """Three processes do what comes to mind to one arena; each answer is that of one dict, and the evictions are CLOCK's.
 
-    workers: tuple[Worker, ...] = ()
+    They are killed as well, while they write and while they do not, and restarted; and they get in each other's way.
+    """
+
+    workers: ClassVar[list[Worker]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        path = str(Path(self.folder.name) / "arena")
+        self.path = str(Path(self.folder.name) / "arena")
         for worker in self.workers:
-            worker.ask("open", path, SIZE)
+            worker.ask("open", self.path, SIZE)
         self.model = {"a": Clock(), "b": Clock()}
         for arm in self.model:
             self.call(0, "resize_now", arm, 3000)
@@ -90,27 +111,39 @@ class Histories(RuleBasedStateMachine):
         result, gone = self.workers[by].ask(method, args, more)
         return result, gone
 
+    def new(self, number: int, size: int) -> Entry:
+        self.version += 1
+        return version_of(number, self.version, size)
+
     by = st.integers(0, 2)
     arm = st.sampled_from("ab")
     number = st.integers(0, 9)
+    size = st.sampled_from([0, 60, 90, 200, 700, 2900, 4000])
 
-    @rule(by=by, arm=arm, number=number, size=st.sampled_from([0, 60, 90, 200, 700, 2900, 4000]))
+    @rule(by=by, arm=arm, number=number, size=size)
     def put(self, by: int, arm: str, number: int, size: int) -> None:
-        self.version += 1
-        new = answer(number, self.version, size)
+        new = self.new(number, size)
         expected = self.model[arm].put(new)
         assert self.call(by, "put_now", arm, new) == (len(expected), expected)
 
     @rule(by=by, arm=arm, number=number, touch=st.booleans())
     def get(self, by: int, arm: str, number: int, touch: bool) -> None:
         model = self.model[arm]
-        assert self.call(by, "get_now", arm, key(number), touch=touch)[0] == model.entries.get(key(number))
-        if touch and key(number) in model.entries:
-            model.used.add(key(number))
+        assert self.call(by, "get_now", arm, name(number), touch=touch)[0] == model.entries.get(name(number))
+        if touch and name(number) in model.entries:
+            model.used.add(name(number))
+
+    @rule(by=by, arm=arm, number=number, later=st.integers(1, 50))
+    def renew(self, by: int, arm: str, number: int, later: int) -> None:
+        held = self.model[arm].entries.get(name(number))
+        at = later + (held.written_at if held is not None else 0.0)
+        assert self.call(by, "renew_now", arm, name(number), at)[0] is (held is not None)
+        if held is not None:
+            self.model[arm].entries[name(number)] = replace(held, renewed=max(float(later), held.renewed))
 
     @rule(by=by, arm=arm, number=number)
     def delete(self, by: int, arm: str, number: int) -> None:
-        assert self.call(by, "delete_now", arm, key(number))[0] is self.model[arm].drop(key(number))
+        assert self.call(by, "delete_now", arm, name(number))[0] is self.model[arm].drop(name(number))
 
     @rule(by=by, arm=arm, budget=st.integers(0, 6000))
     def resize(self, by: int, arm: str, budget: int) -> None:
@@ -120,10 +153,42 @@ class Histories(RuleBasedStateMachine):
 
     @rule(by=by, arm=arm)
     def flush(self, by: int, arm: str) -> None:
+        assert self.call(by, "flush_now", arm)[0] == len(self.model[arm].entries)
+        self.model[arm].clear()
+
+    @rule(by=by, writing=st.booleans())
+    def kill_and_restart(self, by: int, writing: bool) -> None:
+        if writing:
+            assert self.workers[by].ask("hold") is True
+        self.workers[by].kill()
+        self.workers[by].close()
+        self.workers[by] = Worker(serve)
+        self.workers[by].ask("open", self.path, SIZE)
+        if writing:
+            self.repair()
+
+    @rule(by=by, other=st.integers(1, 2), arm=arm, number=number, everything=st.booleans())
+    def withdraw_while_another_writes(self, by: int, other: int, arm: str, number: int, everything: bool) -> None:
+        writer = self.workers[(by + other) % 3]
+        assert writer.ask("hold") is True
         model = self.model[arm]
-        assert self.call(by, "flush_now", arm)[0] == len(model.entries)
-        model.entries.clear()
-        model.used.clear()
+        assert self.call(by, "put_now", arm, self.new(number, 60)) == (0, []), "it is not done, since the other does not let go"
+        assert self.call(by, "get_now", arm, name(number), touch=False)[0] == model.entries.get(name(number))
+        if everything:
+            assert self.call(by, "flush_now", arm)[0] == len(model.entries)
+            changed = bool(model.entries)
+            model.clear()
+        else:
+            changed = model.drop(name(number))
+            assert self.call(by, "delete_now", arm, name(number))[0] is changed
+        assert self.call(by, "get_now", arm, name(number), touch=False)[0] is None
+        writer.ask("release")
+        if changed:
+            self.repair()
+
+    def repair(self) -> None:
+        for model in self.model.values():
+            model.repair()
 
     @invariant()
     def the_accounts_are_right(self) -> None:
@@ -138,7 +203,7 @@ class Histories(RuleBasedStateMachine):
 
 
 def test_any_history_of_three_processes_is_that_of_one_cache() -> None:
-    Histories.workers = tuple(Worker(serve) for _ in range(3))
+    Histories.workers = [Worker(serve) for _ in range(3)]
     try:
         run_state_machine_as_test(Histories, settings=settings(max_examples=15, stateful_step_count=30, deadline=None))
     finally:
@@ -148,9 +213,8 @@ def test_any_history_of_three_processes_is_that_of_one_cache() -> None:
 
 def test_keys_with_the_same_digest_do_not_answer_for_each_other(tier: ArenaTier) -> None:
     keys = [key(1)[:8] + key(number)[8:] for number in range(30)]
-    buckets = tier.mapping.geometry.buckets
     words = [int.from_bytes(name[:8], "little", signed=True) for name in keys]
-    assert len({home_bucket(digest(word, 0), buckets) for word in words}) == 1
+    assert len({digest(word, 0) for word in words}) == 1
     stored: dict[bytes, Entry] = {}
     gone: list[bytes] = []
     tier.on_evict = lambda arm, names: gone.extend(names)
@@ -166,6 +230,26 @@ def test_keys_with_the_same_digest_do_not_answer_for_each_other(tier: ArenaTier)
     for name in held:
         assert tier.delete_now(ARM, name) is True
     assert tier.stats_now(ARM).bytes == 0
+
+
+def test_entries_of_two_arms_with_the_same_digest_do_not_answer_for_each_other(tier: ArenaTier) -> None:
+    """The digest mixes the number of the arm in, which another key can undo."""
+    tier.resize_now("b", MIB)
+    prime = 0x9E3779B185EBCA87
+    keys = [key(number) for number in range(7)]
+    twins = [(int.from_bytes(own[:8], "little") ^ prime).to_bytes(8, "little") + own[8:] for own in keys]
+    for number, (own, twin) in enumerate(zip(keys, twins, strict=True)):
+        first, second = (int.from_bytes(either[:8], "little", signed=True) for either in (own, twin))
+        assert digest(first, 0) == digest(second, 1)
+        tier.put_now(ARM, Entry(own, b"a" * 50, float(number)))
+        tier.put_now("b", Entry(twin, b"b" * 50, float(number)))
+    for number, (own, twin) in enumerate(zip(keys, twins, strict=True)):
+        assert tier.get_now(ARM, own) == Entry(own, b"a" * 50, float(number))
+        assert tier.get_now("b", twin) == Entry(twin, b"b" * 50, float(number))
+        assert tier.get_now("b", own) is tier.get_now(ARM, twin) is None
+        assert tier.delete_now("b", own) is False
+    assert tier.flush_now("b") == 7
+    assert tier.stats_now(ARM).entries == 7
 
 
 def test_an_entry_is_told_from_one_of_another_arm(tier: ArenaTier) -> None:
