@@ -21,9 +21,12 @@ from serving.llm_sim import OUTPUT_TOKENS_HEADER
 
 _DRAIN = 64 * 1024
 
+REFUSED_AT_FIRST = 20
+"""After so many answers that are all 401 a replay is given up: no later one would be another."""
+
 
 class ReplayError(RuntimeError):
-    """The gateway cannot be replayed against; names the URL and what to do."""
+    """The gateway cannot be replayed against: nothing answers, or it lets nobody in; names the URL and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,12 @@ class ReplayResult:
         status = self.requests["status"].to_numpy()
         return int(np.sum((status < 200) | (status >= 300)))
 
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many requests had each HTTP status, the most frequent first; ``no answer`` where there was none."""
+        counted = self.requests["status"].value_counts()
+        return {str(status) if status else "no answer": int(count) for status, count in counted.items()}
+
     def caveat(self) -> str:
         """Say what makes latencies less than they should be, or ``""``: users that come late do not wait in queues."""
         late = self.late / max(len(self.requests), 1)
@@ -100,6 +109,7 @@ class ReplayResult:
             "planned": self.planned,
             "sent": len(self.requests),
             "failed": self.failed,
+            "statuses": self.statuses,
             "late": self.late,
             "full": self.full,
             "worst_lateness": round(self.worst_lateness, 4),
@@ -114,6 +124,7 @@ async def replay(
     base_url: str,
     *,
     model: str,
+    api_key: str | None = None,
     on_result: Callable[[ReplayedRequest], None] | None = None,
     stop: asyncio.Event | None = None,
     max_inflight: int = 256,
@@ -126,6 +137,7 @@ async def replay(
         trace: What to send; compress it first if time shall run faster.
         base_url: The gateway's URL, with or without ``/v1``.
         model: Name of the model to ask for.
+        api_key: Sent as ``Authorization: Bearer``; None: nothing is.
         on_result: Called with every request when it is done.
         stop: When set, nothing more is sent; requests under way are given up.
         max_inflight: Most requests under way at once.
@@ -136,16 +148,31 @@ async def replay(
         What was sent and answered. Failed requests are recorded, not raised.
 
     Raises:
-        ReplayError: If nothing answers at ``base_url`` when the replay starts.
+        ReplayError: If nothing answers at ``base_url`` when the replay starts, or every answer is 401.
     """
     if max_inflight < 1:
         raise ValueError(f"replay: max_inflight: expected a whole number >= 1, got {max_inflight!r}")
     stop = stop or asyncio.Event()
     root = base_url.rstrip("/").removesuffix("/v1")
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout)) as session:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=headers) as session:
         await _check(session, root)
-        return await _Run(trace, session, f"{root}/v1/chat/completions", model, on_result, stop, max_inflight, late_after).go()
+        run = _Run(trace, session, f"{root}/v1/chat/completions", model, on_result, stop, max_inflight, late_after)
+        result = await run.go()
+    if result.statuses and set(result.statuses) == {"401"}:
+        raise _refused(root, len(result.requests), with_key=bool(api_key))
+    return result
+
+
+def _refused(root: str, count: int, *, with_key: bool) -> ReplayError:
+    remedy = (
+        "it does not know the key that was given: give one of its tenants' keys (gateway.auth.tenants), or one of the model's"
+        if with_key
+        else "give a key of one of its tenants (gateway.auth.tenants), or the model's, by --api-key or CACHEPILOT_API_KEY"
+    )
+    return ReplayError(f"replay: {root} answered all of {count:,} requests with 401: {remedy}")
 
 
 async def _check(session: aiohttp.ClientSession, root: str) -> None:
@@ -185,6 +212,7 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: list[ReplayedRequest] = []
         self._begin = 0.0
+        self._refused = 0
         self._broken: BaseException | None = None
 
     async def go(self) -> ReplayResult:
@@ -197,7 +225,7 @@ class _Run:
                 wait = due - self._now()
                 # Even without a wait the loop gets its turn, or the requests of a burst would all be sent before any is answered.
                 await asyncio.wait({stopping}, timeout=max(wait, 0.0))
-                if self._stop.is_set() or self._broken is not None:
+                if self._stop.is_set() or self._hopeless:
                     break
                 if self._room.locked():
                     full += 1
@@ -208,7 +236,7 @@ class _Run:
                 task = asyncio.create_task(self._send(row, due))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
-            while self._tasks and not self._stop.is_set() and self._broken is None:
+            while self._tasks and not self._stop.is_set() and not self._hopeless:
                 await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
@@ -219,6 +247,11 @@ class _Run:
         if self._broken is not None:
             raise self._broken
         return self._result(started_at, full)
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether the rest need not be sent."""
+        return self._broken is not None or (self._refused == len(self._done) >= REFUSED_AT_FIRST)
 
     async def _stopped(self) -> None:
         await self._stop.wait()
@@ -257,6 +290,7 @@ class _Run:
             self._room.release()
         result = ReplayedRequest(row, due, sent, self._now() - sent, status, cache, tier, arm, error)
         self._done.append(result)
+        self._refused += status == 401
         if self._on_result is not None:
             self._on_result(result)
 

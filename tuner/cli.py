@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,9 @@ err = Console(stderr=True)
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="settings file (YAML); default: $CACHEPILOT_CONFIG")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 PolicyOption = Annotated[str | None, typer.Option("--policy", help="ppo, curve, static:<size>,<ttl>,<warmup>, or a directory")]
+
+API_KEY = "CACHEPILOT_API_KEY"
+"""The variable that holds the key to ask with."""
 
 TraceArgument = Annotated[
     str, typer.Argument(metavar="TRACE", help="a trace file, or made:<workload>?<option>=<value>, for instance made:flash-crowd")
@@ -196,6 +200,10 @@ def replay(
     model: Annotated[str, typer.Option(help="model name in the requests")] = "llm-sim",
     limit: Annotated[int | None, typer.Option(help="requests at most", min=1)] = None,
     speed: Annotated[float, typer.Option(help="times faster than the trace's own time", min=0.001)] = 1.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", help="key to ask with; other users see command lines: better by the variable", envvar=API_KEY),
+    ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -208,18 +216,21 @@ def replay(
     workload = load(trace, limit=limit).compress(speed)
     rate = len(workload) / max(workload.duration, 1e-9)
     err.print(f"sending {len(workload):,} requests in {workload.duration:,.0f} s: {rate:,.1f} a second", markup=False)
-    counts = {"answered": 0, "failed": 0}
+    counts: Counter[int] = Counter()
 
     async def send(show: Callable[[str], None]) -> Any:
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
 
         def count(request: ReplayedRequest) -> None:
-            counts["answered"] += 1
-            counts["failed"] += not 200 <= request.status < 300
-            show(f"{counts['answered']:,} answered, {counts['failed']:,} failed; Ctrl-C ends it")
+            counts[request.status] += 1
+            others = [(status, many) for status, many in sorted(counts.items()) if not 200 <= status < 300]
+            failed = "".join(
+                f", {many:,} {f'with status {status}' if status else 'without an answer'}" for status, many in others
+            )
+            show(f"{counts.total():,} sent{failed}; Ctrl-C ends it")
 
-        return await run_replay(workload, url, model=model, on_result=count, stop=stop, **settings.model_dump())
+        return await run_replay(workload, url, model=model, api_key=api_key, on_result=count, stop=stop, **settings.model_dump())
 
     with err.status("replaying") as status:
         result = asyncio.run(send(status.update))

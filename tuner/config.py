@@ -26,7 +26,7 @@ from tuner.guard import GuardLimits
 
 PREFIX = "CACHEPILOT_"
 Steps = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NOT_SETTINGS = frozenset({"CACHEPILOT_CONFIG", "CACHEPILOT_TRACES", "CACHEPILOT_REQUIRE_ALL"})
+NOT_SETTINGS = frozenset({"CACHEPILOT_CONFIG", "CACHEPILOT_TRACES", "CACHEPILOT_REQUIRE_ALL", "CACHEPILOT_API_KEY"})
 """Variables with the prefix that are no settings."""
 
 

@@ -35,6 +35,7 @@ class Gateway:
         self.hold.set()
         self.arrived = asyncio.Event()
         self.statuses = {}
+        self.keys = []
 
     async def models(self, request):
         return web.json_response({"data": []})
@@ -43,6 +44,7 @@ class Gateway:
         body = await request.json()
         tokens = request.headers["x-llm-sim-output-tokens"]
         self.asked.append((body, tokens))
+        self.keys.append(request.headers.get("authorization"))
         status = self.statuses.get(int(tokens) - 1, 200)  # by row: under load requests may overtake each other
         self.running += 1
         self.most = max(self.most, self.running)
@@ -127,6 +129,31 @@ async def test_failures_are_recorded_and_do_not_end_the_replay(served):
     assert by_row["status"].tolist() == [503, 0, 200]
     assert by_row["error"].ne("").tolist() == [False, True, False]
     assert result.failed == 2
+    assert result.summary()["statuses"] == {"503": 1, "no answer": 1, "200": 1}
+
+
+async def test_a_key_is_sent_with_every_request_and_none_where_none_is_given(served):
+    await replay(make_trace([0.0, 0.01]), served.url, model="m", api_key="sesame")
+    await replay(make_trace([0.0]), served.url, model="m")
+    assert served.keys == ["Bearer sesame"] * 2 + [None]
+
+
+@pytest.mark.parametrize(("key", "way_out"), [(None, "--api-key or CACHEPILOT_API_KEY"), ("wrong", "does not know the key")])
+async def test_a_gateway_that_lets_nobody_in_is_an_error_that_says_how_to_get_in(served, key, way_out):
+    served.statuses = dict.fromkeys(range(400), 401)
+    with pytest.raises(ReplayError, match=rf"answered all of 2 requests with 401.*{way_out}"):
+        await replay(make_trace([0.0, 0.01]), served.url, model="m", api_key=key)
+    served.asked.clear()
+    with pytest.raises(ReplayError, match=way_out) as raised:
+        await replay(make_trace([*np.linspace(0, 1, 200), 5000.0]), served.url, model="m", api_key=key)
+    assert "wrong" not in str(raised.value)
+    assert len(served.asked) < 200  # the rest would have been no better
+
+
+async def test_a_few_that_are_not_let_in_are_counted_among_the_others(served):
+    served.statuses = {0: 401}
+    result = await replay(make_trace([0.0, 0.05]), served.url, model="m")
+    assert result.summary()["statuses"] == {"401": 1, "200": 1}
 
 
 async def test_an_answer_that_takes_too_long_is_a_failure(served):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.envs.trace_files import AZURE_2024
 from tuner import cli
 from tuner.config import SettingsError, load_settings
 from tuner.errors import CommandError
@@ -111,6 +115,50 @@ def test_a_prometheus_that_does_not_answer_is_named(cachepilot: Cachepilot, redi
 
 def test_a_policy_that_means_nothing_is_named(cachepilot: Cachepilot) -> None:
     failed(cachepilot("tune", "--policy", "magic", environ={"CACHEPILOT_TUNER__ARM": "control"}), 1, "magic", "curve")
+
+
+@contextlib.contextmanager
+def _model(key: str) -> Iterator[str]:
+    """A server that answers who has the key; gives its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200, b"{}")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            known = self.headers["authorization"] == f"Bearer {key}"
+            self._answer(200 if known else 401, b"{}")
+
+        def _answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_replay_is_let_in_by_its_key_and_says_so_where_it_is_not(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE_2024)
+    with _model("sesame") as url:
+        ask = ("replay", str(path), "--url", url, "--speed", "1000", "--json")
+        failed(cachepilot(*ask), 1, "all of 3 requests with 401", "--api-key or CACHEPILOT_API_KEY")
+        for result in (cachepilot(*ask, "--api-key", "sesame"), cachepilot(*ask, environ={"CACHEPILOT_API_KEY": "sesame"})):
+            assert result.returncode == 0, result.stderr
+            assert json.loads(result.stdout)["statuses"] == {"200": 3}
+            assert "sesame" not in result.stdout + result.stderr
 
 
 def test_doctor_reports_every_part_as_json(cachepilot: Cachepilot) -> None:
