@@ -121,6 +121,11 @@ class NeighbourServer:
         self._complained: dict[str, float] = {}
         self._started = asyncio.Event()
 
+    @property
+    def open_links(self) -> int:
+        """Links that there are now."""
+        return len(self._links)
+
     async def start(self) -> None:
         """Serve as soon as nobody else of the node does; returns when it does, or is known not to."""
         self._task = asyncio.create_task(self._keep(), name="neighbour-server")
@@ -186,8 +191,9 @@ class NeighbourServer:
         """Listen and empty the inbox until cancelled; return if the address cannot be had."""
         loop = asyncio.get_running_loop()
         mapping = self._tier.mapping
-        taken = mapping.words[H_TAKEN : H_TAKEN + self._slots]
-        inbox = self._inbox = Inbox(self._slots, self._slot_bytes, taken, mapping.geometry.epoch)
+        inbox = self._inbox = Inbox(
+            self._slots, self._slot_bytes, mapping.words[H_TAKEN : H_TAKEN + self._slots], mapping.geometry.epoch
+        )
         try:
             try:
                 server = await loop.create_server(lambda: _Incoming(self._arrived), *self._listen)
@@ -230,7 +236,9 @@ class NeighbourServer:
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
-        self._inbox = None
+        if self._inbox is not None:
+            self._inbox.close()  # an arena that somebody still looks into stays mapped, and so in use
+            self._inbox = None
 
     # -- connections ---------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ import asyncio
 import struct
 from collections.abc import Callable
 
+import numpy as np
+
 from serving.arena.layout import H_RESERVED, UNIT, Words
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import LARGEST_READ, Hello, LinkLost
@@ -158,7 +160,6 @@ class TcpServed:
     def __init__(self, arena: Words, slots: memoryview, slot_bytes: int, wake: Callable[[], None]) -> None:
         self.parameters: Parameters = {}
         self._arena = arena.data.cast("B")
-        self._words = arena
         self._slots = slots
         self._slot_bytes = slot_bytes
         self._wake = wake
@@ -171,7 +172,8 @@ class TcpServed:
         connection.received = self._received
 
     def close(self) -> None:
-        """Answer no more."""
+        """Answer no more, and let go of the memory."""
+        self._arena = self._slots = memoryview(b"")
         if self._connection is not None:
             self._connection.received = lambda _: None
             self._connection.abort("the owner ended the link")
@@ -222,16 +224,17 @@ class TcpServer:
 
     def __init__(self, arena: Words, inbox: Words, slot_bytes: int, wake: Callable[[], None]) -> None:
         self._arena = arena
-        self._inbox = inbox.data.cast("B")
+        self._inbox = inbox
         self._slot_bytes = slot_bytes
         self._wake = wake
 
     def accept(self, asked: Parameters, begin: int, length: int) -> TcpServed:
         """Return the owner's side of a link that may write those bytes of the inbox."""
-        return TcpServed(self._arena, self._inbox[begin : begin + length], self._slot_bytes, self._wake)
+        return TcpServed(self._arena, self._inbox.data.cast("B")[begin : begin + length], self._slot_bytes, self._wake)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Let go of the memory."""
+        self._arena = self._inbox = np.zeros(0, np.int64)
 
 
 def check_read(offset: int, length: int) -> None:

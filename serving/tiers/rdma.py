@@ -110,12 +110,14 @@ class NeighbourTier:
         self._meet()
         return {address: peer.transport for address, peer in self._peers.items()}
 
-    def _owner(self, key: bytes) -> Peer | None:
+    def owner(self, key: bytes) -> str:
+        """Return the node that owns the key."""
         if self._nodes is not self.membership.nodes:
             self._meet()
-        if not self._peers:
-            return None
-        return self._peers.get(owner(key, self._nodes))
+        return owner(key, self._nodes) if self._peers else self.own
+
+    def _owner(self, key: bytes) -> Peer | None:
+        return self._peers.get(self.owner(key))
 
     def _meet(self) -> None:
         """Have a peer for each of the other nodes."""

@@ -32,7 +32,8 @@ async def owner(
     """An arena with one arm, and its server on a free port."""
     tier = ArenaTier(path, size)
     tier.resize_now(ARM, budget)
-    server = NeighbourServer(tier, "127.0.0.1:0", **{"secret": SECRET, "namespace": NAMESPACE, **options})
+    given = {"listen": "127.0.0.1:0", "secret": SECRET, "namespace": NAMESPACE, **options}
+    server = NeighbourServer(tier, given.pop("listen"), **given)
     await server.start()
     try:
         yield tier, server
