@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.arena.layout import H_FREE, H_OWNER, H_TOP, P_VALUES, R_VERSION, UNIT_WORDS, slot_at
+from serving.arena.layout import H_FREE, H_OWNER, H_RESERVED, H_TOP, P_VALUES, R_VERSION, UNIT_WORDS, slot_at
 from serving.arena.reader import locate
 from serving.tiers.arena import ArenaTier
 from serving.tiers.base import Entry
@@ -24,6 +25,7 @@ SIZE = 2 * MIB
 BUDGET = MIB
 KILLS = 20
 KEYS = 300
+GROWING = 64 * MIB
 
 
 @pytest.fixture
@@ -101,6 +103,109 @@ def test_a_writer_killed_at_any_instruction_leaves_a_readable_arena_that_the_nex
     assert tier.stats_now(ARM).bytes == 0
     assert not np.any(tier.mapping.words[H_FREE : H_FREE + 256]), "all free room has become one"
     assert tier.mapping.words[H_TOP] == tier._private[P_VALUES]
+
+
+def _begin(connection: Connection, path: str, size: int = SIZE) -> ArenaTier:
+    logging.disable()  # one line for each repair
+    tier = ArenaTier(path, size)
+    connection.send("ready")
+    return tier
+
+
+def _put(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path)
+    for version in itertools.count(1):
+        tier.put_now(ARM, answer(version * 7 % KEYS, version, [10, 500, 20_000][version % 3]))
+
+
+def _delete(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path)
+    for version in itertools.count(1):
+        for number in range(KEYS):
+            tier.put_now(ARM, answer(number, version, 10))
+        for number in range(KEYS):
+            tier.delete_now(ARM, key(number))
+
+
+def _renew(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path)
+    for version in itertools.count(1):
+        for number in range(KEYS):
+            if not tier.renew_now(ARM, key(number), version):
+                tier.put_now(ARM, answer(number, 1, 10))
+
+
+def _resize(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path)
+    for version in itertools.count(1):
+        for number in range(KEYS):
+            tier.put_now(ARM, answer(number, version, 1000))
+        for budget in range(BUDGET, 0, -BUDGET // 16):
+            tier.resize_now(ARM, budget)
+        tier.resize_now(ARM, BUDGET)
+
+
+def _flush(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path)
+    for version in itertools.count(1):
+        for number in range(KEYS):
+            tier.put_now(ARM, answer(number, version, 10))
+        tier.flush_now(ARM)
+
+
+def _repair(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path)
+    assert tier._lease(10.0)
+    for number in itertools.count():
+        tier.mapping.words[H_FREE + number % 200] = 10**15
+        tier._repair()
+
+
+def _reserve(connection: Connection, path: str) -> None:
+    tier = _begin(connection, path, GROWING)
+    for number in itertools.count():
+        tier.put_now(ARM, answer(number % KEYS, 1, 300_000))
+
+
+@pytest.mark.parametrize("work", [_put, _delete, _renew, _resize, _flush, _repair, _reserve])
+def test_a_writer_killed_in_whatever_it_does_leaves_it_readable_and_whole_after_a_repair(
+    tmp_path: Path, work: Callable[[Connection, str], None]
+) -> None:
+    size = GROWING if work is _reserve else SIZE
+    dice = random.Random(work.__name__)
+    amid = 0
+    path = ""
+    for round_ in range(200):
+        if round_ == 0 or work is _reserve:  # what has grown does not grow again
+            path = str(tmp_path / f"arena-{round_}")
+            tier = ArenaTier(path, size)
+            tier.resize_now(ARM, size // 2)
+        writer = Worker(work, path)
+        assert writer.answer() == "ready"
+        until = time.monotonic() + dice.uniform(0.0, 0.02)
+        while time.monotonic() < until:
+            read_all(tier)
+        writer.kill()
+        was_amid = bool(tier.mapping.words[H_OWNER])
+        amid += was_amid
+        read_all(tier)
+        reserved = int(tier.mapping.words[H_RESERVED]) * 64
+        assert reserved <= os.fstat(tier.mapping.descriptor).st_blocks * 512, "what has no memory would end who reads it"
+        if round_ % 2 and amid < 3:
+            continue  # the next writer repairs, and is killed in its turn
+        repairs = tier.repairs
+        tier.put_now(ARM, answer(1, 1, 100))
+        assert tier.get_now(ARM, key(1)) == answer(1, 1, 100)
+        assert tier.repairs == repairs + was_amid
+        accounts_agree(tier)
+        if amid >= 3:
+            break
+        if work is _reserve:
+            tier.close_now()
+    assert amid >= 3, "it was never hit while it wrote"
+    tier.resize_now(ARM, 0)
+    assert not np.any(tier.mapping.words[H_FREE : H_FREE + 256]), "all free room has become one"
+    tier.close_now()
 
 
 def test_a_claimed_arena_is_repaired_by_the_next_writer(tier: ArenaTier) -> None:
