@@ -1,7 +1,8 @@
 """Which eviction a memory tier should have: the hit ratio per byte of CLOCK, SIEVE and S3-FIFO beside LRU's on the real traces.
 
 Each policy is written here once more in its simplest form, from its paper, so that the choice can be checked without the arena:
-CLOCK (second chance), SIEVE (Zhang et al., NSDI 2024), S3-FIFO (Yang et al., SOSP 2023; a tenth of the bytes for what is new).
+CLOCK (second chance) and GCLOCK (up to three of them), SIEVE (Zhang et al., NSDI 2024), S3-FIFO (Yang et al., SOSP 2023; a tenth
+of the bytes for what is new).
 """
 
 from __future__ import annotations
@@ -54,25 +55,32 @@ class LRU:
 
 
 class Clock:
-    """First in, first out, with one more round for what was asked for meanwhile."""
+    """First in, first out, with one more round for what was asked for meanwhile; or several, for what was asked for often.
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.used = budget, 0
+    Args:
+        budget: Bytes.
+        most: Rounds that an entry can be ahead; 1: CLOCK, more: GCLOCK.
+    """
+
+    def __init__(self, budget: int, most: int = 1) -> None:
+        self.budget, self.used, self.most = budget, 0, most
         self.held: OrderedDict[int, int] = OrderedDict()
-        self.visited: set[int] = set()
+        self.rounds: dict[int, int] = {}
 
     def ask(self, key: int, size: int) -> bool:
         """Whether the key was held; it is afterwards."""
         if key in self.held:
-            self.visited.add(key)
+            self.rounds[key] = min(self.most, self.rounds.get(key, 0) + 1)
             return True
         if size > self.budget:
             return False
         while self.used + size > self.budget:
             oldest = next(iter(self.held))
-            if oldest in self.visited:
-                self.visited.discard(oldest)
+            left = self.rounds.pop(oldest, 0)
+            if left:
                 self.held.move_to_end(oldest)
+                if left > 1:
+                    self.rounds[oldest] = left - 1
             else:
                 self.used -= self.held.pop(oldest)
         self.held[key] = size
@@ -193,14 +201,21 @@ class S3Fifo:
             self.main.append(key)
 
 
-POLICIES: Mapping[str, Callable[[int], Policy]] = {"LRU": LRU, "CLOCK": Clock, "SIEVE": Sieve, "S3-FIFO": S3Fifo}
+POLICIES: Mapping[str, Callable[[int], Policy]] = {
+    "LRU": LRU, "CLOCK": Clock, "GCLOCK": lambda budget: Clock(budget, 3), "SIEVE": Sieve, "S3-FIFO": S3Fifo,
+}  # fmt: skip
 
 
 def hit_ratio(trace: Trace, policy: Policy) -> float:
     """Return the share of the trace's requests that the policy has when they come; each takes the bytes of its answer."""
+    ids, sizes = _numbered(trace)
+    return sum(policy.ask(key, sizes[key]) for key in ids) / max(1, len(ids))
+
+
+def _numbered(trace: Trace) -> tuple[list[int], list[int]]:
+    """Return the requests' keys as numbers from 0 on, and the bytes of each key: those of its first answer."""
     _, first, ids = np.unique(trace.key, return_index=True, return_inverse=True)
-    sizes = trace.size[first].tolist()  # an entry keeps its size: that of its first answer
-    return sum(policy.ask(key, sizes[key]) for key in ids.tolist()) / max(1, len(trace))
+    return ids.tolist(), trace.size[first].tolist()
 
 
 def compare(traces: Path, *, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
@@ -215,14 +230,16 @@ def compare(traces: Path, *, say: Callable[[str], None] = lambda text: None) -> 
         if not (traces / name).is_file():
             continue
         trace = load(traces / name)
-        distinct = np.unique(trace.key, return_index=True)[1]
-        if len(distinct) == len(trace):
+        ids, sizes = _numbered(trace)
+        if len(sizes) == len(ids):
             continue
         say(f"eviction on {name}: {len(trace):,} requests")
-        whole = int(trace.size[distinct].sum())
+        whole = sum(sizes)
         for share in SHARES:
             budget = int(whole * share)
             row: dict[str, Any] = {"trace": name.partition(".")[0], "budget_share": share, "budget_mib": budget / 2**20}
-            row.update({label: hit_ratio(trace, make(budget)) for label, make in POLICIES.items()})
+            for label, make in POLICIES.items():
+                ask = make(budget).ask
+                row[label] = sum(ask(key, sizes[key]) for key in ids) / len(ids)
             rows.append(row)
     return rows
