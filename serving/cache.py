@@ -1,8 +1,9 @@
 """The tiered cache: carries out what :mod:`serving.policy` decides.
 
-Inclusion: the store (Redis) holds everything of an arm under its whole budget, cluster-wide, in exact LRU order; the memory tier
-of each replica holds a subset under ``l1_share / replicas`` of it. A memory hit never waits for the store: its touch is batched
-and goes out at the latest before this replica's next eviction decision there. Without a store the memory tier has it all.
+Inclusion: the store (Redis) holds everything of an arm under its whole budget, cluster-wide, in exact LRU order; each memory tier
+holds a subset under ``l1_share / memories`` of it. A memory hit never waits for the store: its touch is batched and goes out at
+the latest before this replica's next eviction decision there. Without a store the memory tier has it all. What leaves the store
+leaves memory by :mod:`serving.coherence`.
 
 A store that is down or slow is a miss, never an error, and so is a vector store. What the store missed meanwhile (a new budget)
 is caught up when it is back.
@@ -16,11 +17,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from serving.coherence import Coherence, Store
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
 from serving.policy import Asked, CacheRules, Candidate, Decision, Outcome, decide, is_live, worth_fetching
 from serving.tiers.base import KEY_BYTES, Change, Entry, EntryMeta, SharedTier, Tier, TierStats, TierUnavailable
-from serving.tiers.memory import MemoryTier
+from serving.tiers.local import LocalTier
 from serving.tiers.vector import VectorTier
 from serving.tiers.vector_store import VectorStore
 from serving.vector_index import VectorIndex
@@ -43,7 +45,10 @@ RENEW_SECONDS = 1.0
 """How much younger a hit has to make an entry for the store to be told."""
 
 RETRY_SECONDS = 1.0
-"""How often what a store missed while it was away is offered again."""
+"""How often what a tier missed while it was away is offered again."""
+
+STORE_FIRST_SECONDS = 0.02
+"""How long an answer waits for the store before it is put into memory: it is there sooner where the store is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +96,11 @@ class TieredCache:
     """Looks up, stores, resizes and flushes over the tiers; each arm has a budget and entries of its own, nothing is shared.
 
     Args:
-        memory: The memory tier of this replica.
+        memory: The memory tier, of this replica or of all of its node.
         store: The tier that all replicas share, or None: then the memory tier is the whole cache.
         vectors: Where the vectors are, or None: then there is no semantic lookup.
         rules: Settings that do not change at run time.
-        replicas: How many replicas share the memory part of the budget, >= 1.
+        memories: How many memory tiers share the memory part of the budget, >= 1: replicas with one each, or nodes.
         rebuild_vectors: How many of an arm's most recently used entries are read from the store to build the index at a start.
         confidential: Whether a decision must not tell that another context holds something similar: where contexts are tenants'.
 
@@ -103,32 +108,33 @@ class TieredCache:
         on_outdated: Told the arm whose answers under way are older than a flush, here or at another replica.
 
     Raises:
-        ValueError: If ``replicas`` is below 1.
+        ValueError: If ``memories`` is below 1.
     """
 
     def __init__(
         self,
         *,
-        memory: MemoryTier,
+        memory: LocalTier,
         store: Tier | None,
         vectors: VectorStore | VectorTier | None,
         rules: CacheRules,
-        replicas: int = 1,
+        memories: int = 1,
         rebuild_vectors: int = 10_000,
         confidential: bool = False,
     ) -> None:
-        if replicas < 1:
-            raise ValueError(f"tiered cache: replicas: expected at least 1, got {replicas!r}")
+        if memories < 1:
+            raise ValueError(f"tiered cache: memories: expected at least 1, got {memories!r}")
         self.memory = memory
         self.store = store
         self.vectors = VectorIndex(vectors) if vectors is not None else None
         self.rules = rules
-        self.replicas = replicas
+        self.memories = memories
         self._rebuild_limit = rebuild_vectors
         self._confidential = confidential
         self.on_outdated: Callable[[str], None] = lambda _: None
         self._knobs: dict[str, Knobs] = {}
         self._owed: set[str] = set()  # arms whose budget the store has not taken yet
+        self._owed_memory: set[str] = set()  # those whose budget the memory tier has not taken
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
         self._waiting = False  # for a store that is away; said once
         self._work = asyncio.Event()
@@ -136,6 +142,11 @@ class TieredCache:
         self._tasks: list[asyncio.Task[None]] = []
         self._renewing: set[asyncio.Task[None]] = set()
         self._resizing = asyncio.Lock()
+        self._shared: Store | None = store if isinstance(store, Store) else None
+        self._coherence: Coherence | None = None
+        if self._shared is not None:
+            self._coherence = Coherence(memory, self._shared, self._introduce, self._work.set)
+        self._unsure: Mapping[str, object] = self._coherence.unsure if self._coherence is not None else {}
         if store is None:
             memory.on_evict = self._forget_vectors
         else:
@@ -154,23 +165,42 @@ class TieredCache:
         except KeyError:
             raise KeyError(f"arm {arm!r} has no knobs; apply() gave some to {sorted(self._knobs)}") from None
 
-    async def apply(self, arms: Mapping[str, Knobs]) -> None:
+    async def apply(self, arms: Mapping[str, Knobs], *, provisional: bool = False) -> None:
         """Put knobs into effect: for reads at once, then the tiers are trimmed to the new budgets.
 
-        Never fails for a store that is away: it is told when it is back. Arms that are not named keep their knobs.
+        Never fails for a tier that is away: it is told when it is back. Arms that are not named keep their knobs.
+
+        Args:
+            arms: Knobs by arm.
+            provisional: Whether these are not known to be the cluster's: budgets that others gave the memory tier then stay.
         """
-        self._unindexed.update(set(arms) - set(self._knobs))
+        begun = set(arms) - set(self._knobs)
+        self._unindexed.update(begun)
         self._knobs = {**self._knobs, **arms}
         for arm, knobs in arms.items():
-            self.memory.resize_now(arm, self._memory_budget(knobs))
+            if not (provisional and self.memory.shared and self.memory.stats_now(arm).budget):
+                self._resize_memory(arm)
             if self.vectors is not None:
                 # An entry with a vector is at least this large, so more vectors than that cannot all have an entry.
                 self.vectors.limit(arm, knobs.cache_size // (2 * KEY_BYTES + self.vectors.dim))
+        for arm in begun:
+            if self._coherence is not None:
+                self._coherence.begin(arm)
+            elif self.memory.mark_now(arm):  # copies of a store that is no longer there to say what it removed
+                self.memory.flush_now(arm)
+                self.memory.update_mark_now(arm, lambda _: 0)
         if self.store is not None:
             self._owed.update(arms)
             await self._settle_budgets()
             self._work.set()
         self._start()
+
+    def share_memory(self, memories: int) -> None:
+        """Divide the memory part of the budgets by another number of memory tiers, >= 1."""
+        if memories != self.memories and memories >= 1:
+            self.memories = memories
+            for arm in self._knobs:
+                self._resize_memory(arm)
 
     # -- reading -------------------------------------------------------------------------------------------------------------
 
@@ -178,13 +208,13 @@ class TieredCache:
         """Return an exact hit of the memory tier, without awaiting; None where :meth:`lookup` has to look further. O(1)."""
         asked = request if isinstance(request, Asked) else Asked(request)
         entry = self.memory.get_now(arm, asked.fp.key, touch=False)
-        if entry is None:
+        if entry is None or (self._unsure and not self._usable(arm, asked.fp.key)):
             return None
         decision = decide(asked, entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
         if decision.outcome != "hit":
             return None
         self._touched(arm, entry, now)
-        return _lookup(decision, MemoryTier.name)
+        return _lookup(decision, self.memory.name)
 
     async def lookup(
         self,
@@ -218,18 +248,18 @@ class TieredCache:
         knobs, fp = self.knobs(arm), asked.fp
         if asked.directives.no_store or asked.directives.no_cache or asked.refresh:
             return _lookup(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
-        exact = self.memory.get_now(arm, fp.key, touch=False)  # there, but expired
-        reachable = True
+        exact = self._remembered(arm, fp.key)  # there, but expired
+        reachable, known = True, None
         if self.store is not None:
             try:
-                stored = await self.store.get(arm, fp.key)
+                stored, known = await self._stored(self.store, arm, fp.key)
             except TierUnavailable:
                 stored, reachable = None, False
             if stored is not None:
                 exact = stored
         decision = decide(asked, exact, (), knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
-            self._promote(arm, decision.entry)
+            self._promote(arm, decision.entry, known)
             if decision.outcome == "hit":
                 self._renew(arm, decision.entry, now)
             return _lookup(decision, self.store.name if self.store is not None else self.memory.name)
@@ -242,14 +272,18 @@ class TieredCache:
             vector = await embed(fp.text)
         if not vector:
             return _lookup(decision, "", exact=exact)
+        numbers: dict[bytes, int | None] = {}
         try:
-            candidates = await self._candidates(arm, asked, vector, knobs=knobs, now=now, reachable=reachable, judge=judge)
+            candidates = await self._candidates(
+                arm, asked, vector, knobs=knobs, now=now, reachable=reachable, judge=judge, numbers=numbers
+            )
         except TierUnavailable:
             return _lookup(decision, "", exact=exact, vector=vector, search_failed=True)
         decision = decide(asked, exact, candidates, knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._touched(arm, decision.entry, now)
-            self._promote(arm, decision.entry)
+            if decision.entry.key in numbers:
+                self._promote(arm, decision.entry, numbers[decision.entry.key])
             return _lookup(decision, VECTOR, exact=exact, vector=vector)
         return _lookup(decision, "", exact=exact, vector=vector, candidates=candidates)
 
@@ -258,7 +292,7 @@ class TieredCache:
 
         It does not become recently used. None where there is none, or the store is away and memory has none.
         """
-        held = self.memory.get_now(arm, key, touch=False)
+        held = self._remembered(arm, key)
         tiers = [self.memory.name] if held is not None else []
         if self.store is not None:
             with suppress(TierUnavailable):
@@ -291,7 +325,8 @@ class TieredCache:
         def live(head: Entry | None) -> bool:
             return head is not None and is_live(head, now=now, knobs=knobs, rules=self.rules, ahead=ahead)
 
-        result = [live(head) for head in await self.memory.heads(arm, keys)]
+        known = await self.memory.heads(arm, keys)
+        result = [live(head) and self._usable(arm, key) for key, head in zip(keys, known, strict=True)]
         if self.store is None or all(result):
             return result
         unsure = [index for index, known in enumerate(result) if not known]
@@ -323,11 +358,7 @@ class TieredCache:
         if self.store is None:
             evicted = self.memory.put_now(arm, entry)
         else:
-            self._promote(arm, entry)  # first: a store that is slow keeps nobody from it
-            try:
-                evicted = await self.store.put(arm, entry)
-            except TierUnavailable:
-                evicted = 0
+            evicted = await self._put_stored(self.store, arm, entry)
         fits = entry.complete and entry.size <= knobs.cache_size
         self._index(arm, entry.key, entry.context, entry.vector if fits else b"", EntryMeta.load(entry.meta) if fits else None)
         return evicted
@@ -340,14 +371,18 @@ class TieredCache:
         """
         held = sum(self.memory.delete_now(arm, key) for key in keys)
         self._forget_vectors(arm, keys)
-        return await self.store.delete_many(arm, keys) if self.store is not None else held
+        if self.store is None:
+            return held
+        count = await self.store.delete_many(arm, keys)
+        self._forget(arm, keys)  # what was read from the store before came meanwhile
+        return count
 
     async def outdate(self, arm: str) -> None:
         """Tell every replica that answers under way in the arm are outdated: before entries are removed by what they are."""
         self.on_outdated(arm)
-        if self.store is not None and isinstance(self.store, SharedTier):
+        if self._shared is not None:
             try:
-                await self.store.outdate(arm)
+                await self._shared.outdate(arm)
             except TierUnavailable as error:
                 _log.warning("arm %s: other replicas may keep answers that were under way at a flush: %s", arm, error)
 
@@ -359,9 +394,10 @@ class TieredCache:
             self.vectors.flush(arm)
         if self.store is not None:
             try:
-                return await self.store.flush(arm)
+                count = await self.store.flush(arm)
             except TierUnavailable as error:
                 _log.warning("arm %s was flushed in memory only: %s", arm, error)
+            self.memory.flush_now(arm)  # what was read from the store before came meanwhile
         return count
 
     async def stats(self, arm: str) -> dict[str, TierStats]:
@@ -389,7 +425,62 @@ class TieredCache:
     def _memory_budget(self, knobs: Knobs) -> int:
         if self.store is None:
             return knobs.cache_size
-        return int(knobs.cache_size * self.rules.l1_share / self.replicas)
+        return int(knobs.cache_size * self.rules.l1_share / self.memories)
+
+    def _resize_memory(self, arm: str) -> None:
+        try:
+            self.memory.resize_now(arm, self._memory_budget(self._knobs[arm]))
+            self._owed_memory.discard(arm)
+        except TierUnavailable as error:
+            if arm not in self._owed_memory:
+                _log.warning("arm %s keeps its budget in memory for now: %s", arm, error)
+            self._owed_memory.add(arm)
+            self._work.set()
+
+    def _usable(self, arm: str, key: bytes) -> bool:
+        return self._coherence is None or self._coherence.usable(arm, key)
+
+    def _remembered(self, arm: str, key: bytes) -> Entry | None:
+        return self.memory.get_now(arm, key, touch=False) if self._usable(arm, key) else None
+
+    def _remember(self, arm: str, entry: Entry, known: int | None = None) -> None:
+        self.memory.put_now(arm, entry, known=known)
+        if self._unsure and self._coherence is not None:
+            self._coherence.put(arm, entry)
+
+    async def _stored(self, store: Tier, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int | None]:
+        """The store's entry, and the number of its last removal where it has numbers."""
+        if self._shared is not None:
+            return await self._shared.get_numbered(arm, key, touch=touch)
+        return await store.get(arm, key, touch=touch), None
+
+    async def _put_stored(self, store: Tier, arm: str, entry: Entry) -> int:
+        """Put into the store and then into memory; how many the store evicted."""
+
+        async def put() -> tuple[int, int | None]:
+            if self._shared is not None:
+                return await self._shared.put_numbered(arm, entry)
+            return await store.put(arm, entry), None
+
+        writing = asyncio.ensure_future(put())
+        try:
+            early = not (await asyncio.wait({writing}, timeout=STORE_FIRST_SECONDS))[0]
+            if early:  # a store that is slow keeps nobody from it
+                self._remember(arm, entry)
+            evicted, known = await writing
+        except TierUnavailable:
+            if not early:
+                self._remember(arm, entry)
+            if self._coherence is not None:
+                with suppress(TierUnavailable):
+                    self._coherence.doubt(arm)
+            return 0
+        except BaseException:
+            writing.cancel()
+            raise
+        if not early:
+            self._remember(arm, entry, known)
+        return evicted
 
     def _touched(self, arm: str, entry: Entry, now: float) -> None:
         self.memory.touch_soon(arm, entry.key)
@@ -412,10 +503,11 @@ class TieredCache:
         with suppress(TierUnavailable):
             await store.renew(arm, key, now)
 
-    def _promote(self, arm: str, entry: Entry) -> None:
-        if self.store is None:
+    def _promote(self, arm: str, entry: Entry, known: int | None) -> None:
+        """Put an entry of the store into memory; ``known``: its last removal when it had it, None where it was not asked."""
+        if self.store is None or known is None:
             return
-        self.memory.put_now(arm, entry)
+        self._remember(arm, entry, known)
         if entry.vector and self.vectors is not None and not self.vectors.shared and not self.vectors.has(arm, entry.key):
             self._index(arm, entry.key, entry.context, entry.vector, EntryMeta.load(entry.meta))
 
@@ -437,9 +529,21 @@ class TieredCache:
             self.vectors.remove(arm, keys)
 
     async def _candidates(
-        self, arm: str, asked: Asked, vector: bytes, *, knobs: Knobs, now: float, reachable: bool, judge: Judge | None
+        self,
+        arm: str,
+        asked: Asked,
+        vector: bytes,
+        *,
+        knobs: Knobs,
+        now: float,
+        reachable: bool,
+        judge: Judge | None,
+        numbers: dict[bytes, int | None],
     ) -> list[Candidate]:
-        """Neighbours; those worth it with their entries and what speaks against them, up to the first that may answer."""
+        """Neighbours; those worth it with their entries and what speaks against them, up to the first that may answer.
+
+        ``numbers`` gets the keys of those that the store gave, with the number of its last removal.
+        """
         assert self.vectors is not None
         threshold = max(self.rules.semantic_threshold, asked.directives.threshold or 0.0)
         found = await self.vectors.near(arm, asked.fp.context, vector, floor=threshold)
@@ -447,17 +551,16 @@ class TieredCache:
         near = [Candidate(each.key, each.context, each.similarity) for each in own]
         known: dict[bytes, Candidate] = {}
         for candidate in worth_fetching(asked, near, self.rules):
-            entry = self.memory.get_now(arm, candidate.key, touch=False)
+            entry = self._remembered(arm, candidate.key)
             live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
             if not live and self.store is not None:
                 if not reachable:
                     continue
                 try:
-                    stored = await self.store.get(arm, candidate.key, touch=False)
+                    entry, numbers[candidate.key] = await self._stored(self.store, arm, candidate.key, touch=False)
                 except TierUnavailable:
                     reachable = False
                     continue
-                entry = stored
                 live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
             objection = judge(entry, candidate.similarity) if live and entry is not None and judge is not None else ""
             if entry is not None:
@@ -469,12 +572,16 @@ class TieredCache:
         return [known.get(candidate.key, candidate) for candidate in near]
 
     def _start(self) -> None:
-        if not self._tasks and self.store is not None:
-            self._tasks = [asyncio.create_task(self._maintain(self.store), name="cache-maintenance")]
-            if isinstance(self.store, SharedTier):
-                self._tasks.append(asyncio.create_task(self._follow(self.store), name="cache-change-feed"))
+        if not self._tasks and (self.store is not None or self.memory.shared):
+            self._tasks = [asyncio.create_task(self._maintain(), name="cache-maintenance")]
+            if self._shared is not None:
+                self._tasks.append(asyncio.create_task(self._follow(self._shared), name="cache-change-feed"))
             for task in self._tasks:
                 task.add_done_callback(_report_failure)
+
+    async def _introduce(self, arm: str) -> None:
+        assert self.store is not None
+        await self.store.resize(arm, self._knobs[arm].cache_size)
 
     async def _settle_budgets(self) -> None:
         assert self.store is not None
@@ -492,20 +599,32 @@ class TieredCache:
                     self._owed.discard(arm)
             self._waiting = False
 
-    async def _maintain(self, store: Tier) -> None:
-        """Catch up with what the store missed: budgets, and the vectors that other replicas wrote."""
+    async def _maintain(self) -> None:
+        """Catch up with what was missed: budgets, what left the store, and the vectors that other replicas wrote."""
         while True:
             await self._work.wait()
             self._work.clear()
+            for arm in sorted(self._owed_memory):
+                self._resize_memory(arm)
             if self._owed:
                 await self._settle_budgets()
-            if isinstance(store, SharedTier) and self.vectors is not None:
-                await self._rebuild(store, self.vectors)
+            await self._settle_memory()
+            if self._shared is not None and self.vectors is not None:
+                await self._rebuild(self._shared, self.vectors)
             else:
                 self._unindexed.clear()
-            if self._owed or self._unindexed:
+            if self._owed or self._owed_memory or self._unindexed or (self._coherence is not None and self._coherence.owes):
                 self._work.set()
                 await asyncio.sleep(RETRY_SECONDS)
+
+    async def _settle_memory(self) -> None:
+        if self._coherence is None or not self._coherence.owes:
+            return
+        try:
+            await self._coherence.settle()
+        except TierUnavailable as error:
+            _log.debug("memory will be compared with the store when that answers: %s", error)
+        self._following.set()
 
     async def _rebuild(self, store: SharedTier, vectors: VectorIndex) -> None:
         if vectors.shared:  # it has outlived the process
@@ -524,8 +643,8 @@ class TieredCache:
                     await asyncio.sleep(0)  # indexing takes about 0.2 ms each; requests go first
 
     async def following(self) -> None:
-        """Wait until what other replicas do to the store is heard of; returns at once without a shared store."""
-        if self.store is not None and isinstance(self.store, SharedTier):
+        """Wait until what other replicas do to the store is heard of, and what was missed is known; at once without a store."""
+        if self._shared is not None:
             await self._following.wait()
 
     async def _follow(self, store: SharedTier) -> None:
@@ -534,30 +653,30 @@ class TieredCache:
             self._changed(change)
 
     def _changed(self, change: Change) -> None:
+        assert self._coherence is not None
         if change.kind == "gap":
-            for arm in self._knobs:  # what was flushed or evicted meanwhile was not heard of; the store still has what is valid
-                self.memory.flush_now(arm)
+            self._coherence.listening(list(self._knobs))
             self._unindexed.update(self._knobs)
             self._work.set()
-            self._following.set()
-        elif change.arm not in self._knobs:
             return
-        elif change.kind == "put":
-            self.memory.delete_now(change.arm, change.keys[0])  # an older answer than the store's
-            # Vectors that all replicas share were told by the one that made the change.
-            if self.vectors is not None and not self.vectors.shared:
+        if change.arm not in self._knobs:
+            return
+        if change.kind != "outdated":
+            self._coherence.heard(change)
+        if change.own:
+            return
+        # Vectors that all replicas share were told by the one that made the change.
+        vectors = self.vectors if self.vectors is not None and not self.vectors.shared else None
+        if change.kind == "put":
+            if vectors is not None:
                 self._index(change.arm, change.keys[0], change.context, change.vector)
         elif change.kind == "evict":
-            for key in change.keys:
-                self.memory.delete_now(change.arm, key)
-            if self.vectors is not None and not self.vectors.shared:
-                self.vectors.remove(change.arm, change.keys)
+            if vectors is not None:
+                vectors.remove(change.arm, change.keys)
         else:
             self.on_outdated(change.arm)
-            if change.kind == "flush":
-                self.memory.flush_now(change.arm)
-                if self.vectors is not None and not self.vectors.shared:
-                    self.vectors.flush(change.arm)
+            if change.kind == "flush" and vectors is not None:
+                vectors.flush(change.arm)
 
 
 def _lookup(

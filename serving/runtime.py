@@ -124,7 +124,7 @@ class Runtime:
             store=RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=sealer) if url is not None else None,
             vectors=self._open_vectors(),
             rules=replace(settings.rules.rules(), min_ttl=settings.callers.min_ttl),
-            replicas=settings.replicas,
+            memories=settings.replicas,
             confidential=self.tenants.configured,
         )
         shared = url is not None and settings.replicas > 1

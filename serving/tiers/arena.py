@@ -6,7 +6,7 @@ import logging
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from serving.arena.election import PATIENCE, Lease
@@ -15,8 +15,8 @@ from serving.arena.layout import (
     A_BUDGET,
     A_BYTES,
     A_ENTRIES,
-    A_EVICTIONS,
     A_NAME,
+    A_REMOVALS,
     A_USED_BY,
     ARMS,
     CORRUPT,
@@ -43,7 +43,7 @@ from serving.arena.reader import LARGER, collect, find, mark_used
 from serving.arena.repair import rebuild
 from serving.arena.space import GROW
 from serving.arena.writer import MORE, STORED, delete, flush, put, renew, revoke, trim
-from serving.tiers.base import KEY_BYTES, Entry, Form, OnEvict, TierStats
+from serving.tiers.base import KEY_BYTES, Entry, Form, OnEvict, TierStats, TierUnavailable
 from serving.tiers.codec import HEADER, VERSION, pack, unpack
 from serving.tiers.local import LocalTier
 
@@ -61,18 +61,23 @@ _WRITTEN_AT = struct.Struct("<d")
 _log = logging.getLogger(__name__)
 
 
+class ArenaBusy(ArenaError, TierUnavailable):
+    """Another writer did not let go in time; to be tried again."""
+
+
 class ArenaTier(LocalTier):
     """A byte-bounded cache in memory that all processes of a node share, each with a client like this one.
 
     It has the protocol of a tier, and the ``*_now`` methods of the memory tier. Reads take no lock. Writes wait for each other,
     at most :data:`serving.arena.election.PATIENCE`, and are not done after that, which costs a miss. Deletions and flushes are
     done whatever other writers do. Who is evicted is decided by CLOCK: an entry that was used is spared once. Evictions are told
-    to the client whose call made them. Not thread-safe, and to be opened anew after a fork.
+    to the client whose call made them, and count in its statistics. Not thread-safe, and to be opened anew after a fork.
 
     Args:
         path: The arena's file.
         size: Bytes of the file, which bounds all arms together with what records and index need besides.
         entry_bytes: What entries are expected to have on average.
+        firm: Seconds that what must not be lost (budgets, new arms) waits for another writer.
         clock: For memory that was not to be had.
 
     Attributes:
@@ -84,9 +89,16 @@ class ArenaTier(LocalTier):
     """
 
     name = "memory"
+    shared = True
 
     def __init__(
-        self, path: str | Path, size: int, *, entry_bytes: int = 1024, clock: Callable[[], float] = time.monotonic
+        self,
+        path: str | Path,
+        size: int,
+        *,
+        entry_bytes: int = 1024,
+        firm: float = FIRM,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_evict: OnEvict | None = None
         self.dropped = 0
@@ -95,6 +107,9 @@ class ArenaTier(LocalTier):
         self._words = self.mapping.words
         self.lease = Lease(self.mapping.descriptor, self._words, secrets.randbits(62) | 1)
         self._arms: dict[str, int] = {}
+        self._evictions: dict[str, int] = {}
+        self._firm = firm
+        self._stuck = False
         self._clock = clock
         self._again = 0.0
         self._gone: list[tuple[int, bytes]] = []
@@ -119,7 +134,7 @@ class ArenaTier(LocalTier):
             return self.get_now(arm, key, touch=touch)
         return _entry(key, self._payload, length)
 
-    def put_now(self, arm: str, entry: Entry) -> int:
+    def put_now(self, arm: str, entry: Entry, *, known: int | None = None) -> int:
         """:meth:`put` without awaiting; 0 also where it was not done."""
         stored = pack(entry)
         length = len(stored)
@@ -132,13 +147,15 @@ class ArenaTier(LocalTier):
             return 0
         try:
             number = self._arm(arm)
+            if known is not None and abs(int(self._words[arm_word(number) + A_REMOVALS])) > known:
+                return 0
             self._key[:] = entry.key
             self._payload[:length] = stored
             evicted = self._put(number, length)
         finally:
             self.lease.release()
         self._tell()
-        return evicted
+        return self._count(arm, evicted)
 
     def delete_now(self, arm: str, key: bytes) -> bool:
         """:meth:`delete` without awaiting."""
@@ -149,11 +166,7 @@ class ArenaTier(LocalTier):
         if not self._lease(count=False):
             return revoke(self._words, self._private, number, False) > 0
         try:
-            done = delete(self._words, self._private, number)
-            if done == CORRUPT:
-                self._repair()
-                done = delete(self._words, self._private, number)
-            return done == 1
+            return self._delete(number)
         finally:
             self.lease.release()
 
@@ -181,7 +194,8 @@ class ArenaTier(LocalTier):
 
         Raises:
             ValueError: If the budget is negative.
-            ArenaError: If another writer did not let go for a second, or there is no room for a new arm.
+            ArenaBusy: If another writer did not let go.
+            ArenaError: If there is no room for a new arm.
         """
         if budget < 0:
             raise ValueError(f"arena, arm {arm!r}: expected a budget >= 0 bytes, got {budget!r}")
@@ -193,7 +207,7 @@ class ArenaTier(LocalTier):
         finally:
             self.lease.release()
         self._tell()
-        return evicted
+        return self._count(arm, evicted)
 
     def flush_now(self, arm: str) -> int:
         """:meth:`flush` without awaiting."""
@@ -203,11 +217,52 @@ class ArenaTier(LocalTier):
         if not self._lease(count=False):
             return revoke(self._words, self._private, number, True)
         try:
-            count = int(self._words[arm_word(number) + A_ENTRIES])
-            if flush(self._words, self._private, number) == CORRUPT:
-                revoke(self._words, self._private, number, True)
-                self._repair()
-            return count
+            return self._flush(number)
+        finally:
+            self.lease.release()
+
+    def mark_now(self, arm: str) -> int:
+        """Return the arm's mark."""
+        number = self._find_arm(arm)
+        return int(self._words[arm_word(number) + A_REMOVALS]) if number >= 0 else 0
+
+    def update_mark_now(self, arm: str, change: Callable[[int], int]) -> None:
+        """Set the arm's mark to what ``change`` makes of it, with nobody else in between.
+
+        Raises:
+            ArenaBusy: If another writer did not let go.
+            ArenaError: If there is no room for a new arm.
+        """
+        self._lease_firmly()
+        try:
+            place = arm_word(self._arm(arm)) + A_REMOVALS
+            self._words[place] = change(int(self._words[place]))
+        finally:
+            self.lease.release()
+
+    def remove_now(self, arm: str, keys: Sequence[bytes] | None, *, removal: int = 0, unless: float | None = None) -> None:
+        """Put one of the store's removals into effect."""
+        number = self._find_arm(arm)
+        if number < 0 or 0 < removal <= abs(self.mark_now(arm)):
+            return
+        if not self._lease(count=False):
+            for key in keys or (bytes(KEY_BYTES),):
+                self._key[:] = key
+                revoke(self._words, self._private, number, keys is None)
+            return  # the mark comes with the next removal
+        try:
+            place = arm_word(number) + A_REMOVALS
+            mark = int(self._words[place])
+            if 0 < removal <= abs(mark):
+                return
+            if keys is None:
+                self._flush(number)
+            for key in keys or ():
+                found = self.get_now(arm, key, touch=False)
+                if found is not None and found.written_at != unless:
+                    self._delete(number)
+            if removal:
+                self._words[place] = -removal if mark < 0 else removal
         finally:
             self.lease.release()
 
@@ -219,10 +274,8 @@ class ArenaTier(LocalTier):
         if self._words[H_DIRTY] and self._lease(count=False):  # repaired on the way
             self.lease.release()
         place = arm_word(number)
-        entries, used, budget, evictions = (
-            int(self._words[place + word]) for word in (A_ENTRIES, A_BYTES, A_BUDGET, A_EVICTIONS)
-        )
-        return TierStats(entries, used, budget, evictions)
+        entries, used, budget = (int(self._words[place + word]) for word in (A_ENTRIES, A_BYTES, A_BUDGET))
+        return TierStats(entries, used, budget, self._evictions.get(arm, 0))
 
     def touch_soon(self, arm: str, key: bytes) -> None:
         """Note that the entry was used, if it is there: here at once."""
@@ -280,6 +333,25 @@ class ArenaTier(LocalTier):
                     _log.debug("arena %s: no room for an entry of %d bytes", self.mapping.path, length)
                 return evicted
 
+    def _delete(self, number: int) -> bool:
+        done = delete(self._words, self._private, number)
+        if done == CORRUPT:
+            self._repair()
+            done = delete(self._words, self._private, number)
+        return done == 1
+
+    def _flush(self, number: int) -> int:
+        count = int(self._words[arm_word(number) + A_ENTRIES])
+        if flush(self._words, self._private, number) == CORRUPT:
+            revoke(self._words, self._private, number, True)
+            self._repair()
+        return count
+
+    def _count(self, arm: str, evicted: int) -> int:
+        if evicted:
+            self._evictions[arm] = self._evictions.get(arm, 0) + evicted
+        return evicted
+
     def _trim(self, number: int) -> int:
         evicted = repaired = 0
         while True:
@@ -314,8 +386,13 @@ class ArenaTier(LocalTier):
         reported = self._private[P_KEYS : P_KEYS + KEY_WORDS * count].reshape(-1, KEY_WORDS)
         return [(int(row[4]), row[:4].tobytes()) for row in reported]
 
-    def _lease(self, patience: float = PATIENCE, *, count: bool = True) -> bool:
+    def _lease(self, patience: float | None = None, *, count: bool = True) -> bool:
+        if (
+            patience is None
+        ):  # one who is stopped while it writes may stay so for long: that is waited for once, not by each write
+            patience = 0.0 if self._stuck else PATIENCE
         got = self.lease.acquire(patience)
+        self._stuck = got is False
         if got is None:
             self._repair()
         elif not got and count:
@@ -323,9 +400,9 @@ class ArenaTier(LocalTier):
         return got is not False
 
     def _lease_firmly(self) -> None:
-        if not self._lease(FIRM):
-            raise ArenaError(
-                f"arena {self.mapping.path}: another process has been writing for {FIRM:g} s; is one of its users stopped?"
+        if not self._lease(self._firm):
+            raise ArenaBusy(
+                f"arena {self.mapping.path}: another process has been writing for {self._firm:g} s; is one of its users stopped?"
             )
 
     def _repair(self) -> None:

@@ -233,6 +233,9 @@ class Change:
         keys: The entries' keys.
         context: Context of the entry that was put.
         vector: Vector of the entry that was put, int8 bytes; empty where it has none.
+        written_at: When the entry that was put was written.
+        removal: Its number among the arm's removals, which follow each other without a gap; 0 where nothing was removed.
+        own: Whether this client did it.
     """
 
     kind: Literal["put", "evict", "flush", "outdated", "gap"]
@@ -240,14 +243,33 @@ class Change:
     keys: tuple[bytes, ...] = ()
     context: bytes = b""
     vector: bytes = b""
+    written_at: float = 0.0
+    removal: int = 0
+    own: bool = False
 
 
 @runtime_checkable
 class SharedTier(Protocol):
-    """What a tier shared by several replicas offers beside :class:`Tier`."""
+    """What a tier shared by several replicas offers beside :class:`Tier`.
+
+    It numbers an arm's removals (what was evicted, deleted, flushed or replaced) one after another, so that who keeps copies of
+    its entries can tell by one number whether they are still right.
+    """
 
     def changes(self) -> AsyncIterator[Change]:
-        """Yield what other clients did, as it happens. Never ends by itself: it reconnects, and then yields a gap."""
+        """Yield what clients did, this one included, as it happens. Never ends: it reconnects, and then yields a gap."""
+        ...
+
+    async def removals(self, arm: str) -> int:
+        """Return the number of the arm's last removal; 0: the store knows nothing of the arm."""
+        ...
+
+    async def get_numbered(self, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int]:
+        """:meth:`Tier.get`, and the number of the arm's last removal at that moment."""
+        ...
+
+    async def put_numbered(self, arm: str, entry: Entry) -> tuple[int, int]:
+        """:meth:`Tier.put`, and the number of the arm's last removal at that moment."""
         ...
 
     async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from serving.tiers.base import Entry, TierStats
+from serving.tiers.base import Entry, OnEvict, TierStats
 
 
 class LocalTier(ABC):
     """Gives a tier whose operations need not be awaited the protocol of :class:`serving.tiers.base.Tier`.
 
-    The ``*_now`` methods are the operations, for callers on the hot path. A tier adds ``name``, ``on_evict``, ``scan`` and
-    ``close``.
+    The ``*_now`` methods are the operations, for callers on the hot path.
+
+    Such a tier may hold copies of what a store has that all replicas share. It then keeps the *mark* of each arm: the number of
+    the last of the store's removals (:class:`serving.tiers.base.SharedTier`) that took effect here, as did all before it. 0:
+    nothing is known; below 0: that number, and there may be entries that the store does not have.
+
+    Attributes:
+        name: The label of its metrics.
+        on_evict: See :class:`serving.tiers.base.Tier`.
+        shared: Whether other processes use it too.
     """
+
+    name: str
+    on_evict: OnEvict | None
+    shared: bool
 
     @abstractmethod
     def get_now(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
         """:meth:`get` without awaiting."""
 
     @abstractmethod
-    def put_now(self, arm: str, entry: Entry) -> int:
-        """:meth:`put` without awaiting."""
+    def put_now(self, arm: str, entry: Entry, *, known: int | None = None) -> int:
+        """:meth:`put` without awaiting.
+
+        Args:
+            arm: The arm.
+            entry: The entry.
+            known: The number of the store's last removal when it had this entry. Where a later one took effect here already, the
+                entry may be what was removed, and is not stored. None: it is stored in any case.
+        """
 
     @abstractmethod
     def delete_now(self, arm: str, key: bytes) -> bool:
@@ -40,12 +59,43 @@ class LocalTier(ABC):
         """:meth:`flush` without awaiting."""
 
     @abstractmethod
+    def mark_now(self, arm: str) -> int:
+        """Return the arm's mark."""
+
+    @abstractmethod
+    def update_mark_now(self, arm: str, change: Callable[[int], int]) -> None:
+        """Set the arm's mark to what ``change`` makes of it, with nobody else in between.
+
+        Raises:
+            TierUnavailable: If others kept it from that.
+        """
+
+    @abstractmethod
+    def remove_now(self, arm: str, keys: Sequence[bytes] | None, *, removal: int = 0, unless: float | None = None) -> None:
+        """Put one of the store's removals into effect; nothing is done where the mark says that it was already.
+
+        Args:
+            arm: The arm.
+            keys: What was removed; None: everything.
+            removal: Its number, which becomes the mark: all before it have to be in effect. 0: the mark stays.
+            unless: An entry that was written then stays: it is the one that replaces what was removed.
+        """
+
+    @abstractmethod
     def stats_now(self, arm: str) -> TierStats:
         """:meth:`stats` without awaiting."""
 
     @abstractmethod
     def touch_soon(self, arm: str, key: bytes) -> None:
         """Note that the entry was used, if it is there: here at once."""
+
+    @abstractmethod
+    def scan(self, arm: str) -> AsyncIterator[list[Entry]]:
+        """Yield the heads of all entries, in steps."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release what the tier has; it is not usable afterwards."""
 
     async def get(self, arm: str, key: bytes, *, touch: bool = True) -> Entry | None:
         """Return the entry, expired or not, and note that it was used if ``touch``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from serving.tiers.base import Entry, OnEvict, TierStats
@@ -18,11 +18,12 @@ class _Arm:
     budget: int = 0
     used: int = 0
     evictions: int = 0
+    mark: int = 0
     entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
 
 
 class MemoryTier(LocalTier):
-    """An exact LRU over entries, in one process.
+    """An exact LRU over entries, in one process: each replica has its own.
 
     Reads, writes, touches and deletions are O(1); evictions O(1) each; nothing is ever awaited, so the ``*_now`` methods are the
     same operations for callers on the hot path. It cannot be unavailable. An arm has no room until :meth:`resize` gives it some.
@@ -30,6 +31,7 @@ class MemoryTier(LocalTier):
     """
 
     name = "memory"
+    shared = False
 
     def __init__(self) -> None:
         self.on_evict: OnEvict | None = None
@@ -45,9 +47,11 @@ class MemoryTier(LocalTier):
             held.entries.move_to_end(key)
         return entry
 
-    def put_now(self, arm: str, entry: Entry) -> int:
+    def put_now(self, arm: str, entry: Entry, *, known: int | None = None) -> int:
         """:meth:`put` without awaiting."""
         held = self._arm(arm)
+        if known is not None and abs(held.mark) > known:
+            return 0
         old = held.entries.pop(entry.key, None)
         if old is not None:
             held.used -= old.size
@@ -92,6 +96,29 @@ class MemoryTier(LocalTier):
         held.entries.clear()
         held.used = 0
         return count
+
+    def mark_now(self, arm: str) -> int:
+        """Return the arm's mark."""
+        return self._arm(arm).mark
+
+    def update_mark_now(self, arm: str, change: Callable[[int], int]) -> None:
+        """Set the arm's mark to what ``change`` makes of it."""
+        held = self._arm(arm)
+        held.mark = change(held.mark)
+
+    def remove_now(self, arm: str, keys: Sequence[bytes] | None, *, removal: int = 0, unless: float | None = None) -> None:
+        """Put one of the store's removals into effect."""
+        held = self._arm(arm)
+        if 0 < removal <= abs(held.mark):
+            return
+        if keys is None:
+            self.flush_now(arm)
+        for key in keys or ():
+            entry = held.entries.get(key)
+            if entry is not None and entry.written_at != unless:
+                self.delete_now(arm, key)
+        if removal:
+            held.mark = -removal if held.mark < 0 else removal
 
     def stats_now(self, arm: str) -> TierStats:
         """:meth:`stats` without awaiting."""

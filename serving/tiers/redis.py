@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ DELETE_STEP = 500
 SCAN_STEP = 256
 RECENT_STEP = 256
 _SENDER_BYTES = 8
+_NUMBER = struct.Struct("<d")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -151,11 +153,7 @@ class RedisTier:
         Raises:
             TierUnavailable: If Redis did not answer in time or refused.
         """
-        if touch:
-            stored = await self._run(self._get, arm, key, deadline=self._read_deadline)
-        else:
-            stored = await self._call(lambda: self._redis.hget(self._keys(arm)[0], key), self._read_deadline)
-        return unpack(key, stored, self._seal(arm)) if stored is not None else None
+        return (await self.get_numbered(arm, key, touch=touch))[0]
 
     async def put(self, arm: str, entry: Entry) -> int:
         """Store the entry as the most recently used; return how many others were evicted for it.
@@ -164,9 +162,7 @@ class RedisTier:
             TierUnavailable: If Redis did not answer in time or refused; the entry may have been stored all the same.
             ValueError: If the key does not have 32 bytes.
         """
-        announcement = bytes([len(entry.context)]) + entry.context + entry.vector if entry.vector else b"\0"
-        gone = await self._run(self._put, arm, entry.key, pack(entry, self._seal(arm)), self._budgets.get(arm, 0), announcement)
-        return self._dropped(arm, gone)
+        return (await self.put_numbered(arm, entry))[0]
 
     def charged(self, entry: Entry) -> Entry:
         """Return the entry with the overhead that it has here: it is charged more where it is sealed."""
@@ -305,8 +301,49 @@ class RedisTier:
 
     # -- SharedTier ----------------------------------------------------------------------------------------------------------
 
+    async def removals(self, arm: str) -> int:
+        """Return the number of the arm's last removal; 0: Redis knows nothing of the arm.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        state = self._keys(arm)[2]
+        found: Any = await self._call(lambda: self._redis.hget(state, "removals"), self._write_deadline)
+        return _whole(found, 0)
+
+    async def get_numbered(self, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int]:
+        """:meth:`get`, and the number of the arm's last removal at that moment.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        if touch:
+            stored, removals = await self._run(self._get, arm, key, deadline=self._read_deadline)
+        else:
+            entries, _, state = self._keys(arm)
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hget(entries, key)
+                pipe.hget(state, "removals")
+                stored, removals = await self._call(pipe.execute, self._read_deadline)
+        return unpack(key, stored, self._seal(arm)) if stored is not None else None, int(removals or 0)
+
+    async def put_numbered(self, arm: str, entry: Entry) -> tuple[int, int]:
+        """:meth:`put`, and the number of the arm's last removal at that moment.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused; the entry may have been stored all the same.
+            ValueError: If the key does not have 32 bytes.
+        """
+        announcement = bytes([len(entry.context)]) + entry.context + entry.vector if entry.vector else b"\0"
+        stored = pack(entry, self._seal(arm))
+        gone, removals = await self._run(self._put, arm, entry.key, stored, self._budgets.get(arm, 0), announcement)
+        return self._dropped(arm, gone), int(removals)
+
     async def changes(self) -> AsyncIterator[Change]:
-        """Yield what other clients did. Reconnects with a backoff of 0.05 to 2 s; each (re)connection first yields a gap."""
+        """Yield what clients did, this one included.
+
+        Reconnects with a backoff of 0.05 to 2 s; each (re)connection first yields a gap.
+        """
         prefix = f"cachepilot:{{{self.namespace}:"
         backoff = 0.05
         while True:
@@ -412,17 +449,25 @@ class RedisTier:
         if message["type"] == "psubscribe":
             return Change("gap")
         data = message["data"]
-        if message["type"] != "pmessage" or len(data) <= _SENDER_BYTES or data.startswith(self._sender):
+        if message["type"] != "pmessage" or len(data) <= _SENDER_BYTES:
             return None
         arm = message["channel"].decode()[len(prefix) : -len("}:changes")]
-        kind, payload = data[_SENDER_BYTES : _SENDER_BYTES + 1], data[_SENDER_BYTES + 1 :]
-        if kind == b"F":
-            return Change("flush", arm)
+        own, kind = data.startswith(self._sender), data[_SENDER_BYTES : _SENDER_BYTES + 1]
         if kind == b"O":
-            return Change("outdated", arm)
+            return Change("outdated", arm, own=own)
+        payload = data[_SENDER_BYTES + 1 + _NUMBER.size :]
+        if len(data) < _SENDER_BYTES + 1 + _NUMBER.size:
+            return None
+        removal = int(_NUMBER.unpack_from(data, _SENDER_BYTES + 1)[0])
+        if kind == b"F":
+            return Change("flush", arm, removal=removal, own=own)
         if kind == b"E":
-            return Change("evict", arm, tuple(payload[i : i + KEY_BYTES] for i in range(0, len(payload), KEY_BYTES)))
-        if kind == b"P" and len(payload) > KEY_BYTES:
-            end = KEY_BYTES + 1 + payload[KEY_BYTES]
-            return Change("put", arm, (payload[:KEY_BYTES],), payload[KEY_BYTES + 1 : end], payload[end:])
+            keys = tuple(payload[i : i + KEY_BYTES] for i in range(0, len(payload), KEY_BYTES))
+            return Change("evict", arm, keys, removal=removal, own=own)
+        announced = KEY_BYTES + _NUMBER.size
+        if kind == b"P" and len(payload) > announced:
+            (written_at,) = _NUMBER.unpack_from(payload, KEY_BYTES)
+            end = announced + 1 + payload[announced]
+            context, vector = payload[announced + 1 : end], payload[end:]
+            return Change("put", arm, (payload[:KEY_BYTES],), context, vector, written_at, removal, own)
         return None

@@ -4,15 +4,19 @@ An arm has three Redis keys, which live and expire together:
 
 * ``entries``, a HASH: entry key -> stored form; its length is what the entry is charged.
 * ``order``, a ZSET: entry key -> sequence number of its last use. A counter, not a clock: exact LRU whatever the clocks do.
-* ``state``, a HASH: ``budget``, ``bytes`` (charged now) and ``seq`` (the counter).
+* ``state``, a HASH: ``budget``, ``bytes`` (charged now), ``seq`` (the counter) and ``removals``: the number of the last removal.
 
 Every script first makes the keys touched since this client's last call the most recently used, in their order, and then acts: the
 eviction that follows sees them. ``bytes <= budget`` holds after every script: a shrink in several steps lowers the budget with
 the bytes. Redis must drop none of the three keys by itself (``maxmemory-policy noeviction``); should it, the others follow.
 
-What other clients may have to know is published on ``channel`` within the script: sender (8 bytes), a letter, a payload.
-``P``: key, context length (1 byte), context, vector. ``E``: keys, one after another. ``F``: nothing.
-``O``, outside of scripts: nothing.
+What other clients may have to know is published on ``channel`` within the script: sender (8 bytes), a letter, a number (8 bytes),
+a payload. ``P``: key, when it was written (8 bytes), context length (1 byte), context, vector. ``E``: keys, one after another.
+``F``: nothing. ``O``, outside of scripts: neither number nor payload.
+
+All that takes an entry away, or replaces it, is a removal. Those of an arm are numbered one after another, so that whoever kept
+copies knows by one number whether any was missed. The first number is a time, microseconds: one that Redis gave before it lost
+its data does not come again. The number of a message that removes nothing is 0. Numbers are float64, little-endian.
 """
 
 from __future__ import annotations
@@ -22,15 +26,22 @@ _PRELUDE = """
 local entries, order, state = KEYS[1], KEYS[2], KEYS[3]
 local idle, sender, channel, touches = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local a = 4 + touches
-local seq, bytes = unpack(redis.call('HMGET', state, 'seq', 'bytes'))
+local seq, bytes, removals = unpack(redis.call('HMGET', state, 'seq', 'bytes', 'removals'))
 if not seq then redis.call('UNLINK', entries, order) end
-seq, bytes = tonumber(seq or '0'), tonumber(bytes or '0')
+seq, bytes, removals = tonumber(seq or '0'), tonumber(bytes or '0'), tonumber(removals or '0')
 for i = 5, a do
   seq = seq + 1
   redis.call('ZADD', order, 'XX', seq, ARGV[i])
 end
+local function begin()
+  if removals == 0 then
+    local time = redis.call('TIME')
+    removals = tonumber(time[1]) * 1000000 + tonumber(time[2])
+  end
+end
 local function save()
-  redis.call('HSET', state, 'seq', seq, 'bytes', bytes)
+  begin()
+  redis.call('HSET', state, 'seq', seq, 'bytes', bytes, 'removals', string.format('%.0f', removals))
   redis.call('EXPIRE', entries, idle)
   redis.call('EXPIRE', order, idle)
   redis.call('EXPIRE', state, idle)
@@ -63,8 +74,13 @@ local function drop(key)
   end
   return size
 end
+local function tell(letter, payload)
+  begin()
+  removals = removals + 1
+  redis.call('PUBLISH', channel, sender .. letter .. struct.pack('<d', removals) .. payload)
+end
 local function tell_gone(gone)
-  if #gone > 0 then redis.call('PUBLISH', channel, sender .. 'E' .. table.concat(gone)) end
+  if #gone > 0 then tell('E', table.concat(gone)) end
 end
 """
 
@@ -75,18 +91,18 @@ save()
 """
 )
 
-# key -> stored form or nil
+# key -> stored form or nil, number of the last removal (0: there was none)
 GET = (
     _PRELUDE
     + """
 local stored = redis.call('HGET', entries, ARGV[a + 1])
 if stored then use(ARGV[a + 1]) end
 if stored or touches > 0 then save() end
-return stored
+return {stored, removals}
 """
 )
 
-# key, stored form, the budget if Redis has none (it lost its data), announcement -> evicted keys
+# key, stored form, the budget if Redis has none (it lost its data), announcement -> evicted keys, number of the last removal
 PUT = (
     _PRELUDE
     + """
@@ -104,27 +120,33 @@ if #stored <= budget then
   redis.call('HSET', entries, key, stored)
   use(key)
   bytes = bytes + #stored
-  if old > 0 or #announcement > 1 then redis.call('PUBLISH', channel, sender .. 'P' .. key .. announcement) end
+  local put = key .. string.sub(stored, 13, 20) .. announcement
+  if old > 0 then
+    tell('P', put)
+  elseif #announcement > 1 then
+    redis.call('PUBLISH', channel, sender .. 'P' .. struct.pack('<d', 0) .. put)
+  end
 elseif old > 0 then
   tell_gone({key})
 end
 tell_gone(gone)
 save()
-return gone
+return {gone, removals}
 """
 )
 
-# keys... -> how many of them were there
+# keys... -> how many of them were there. All are told of: others may have copies of what Redis has evicted just now.
 DELETE = (
     _PRELUDE
     + """
-local gone = {}
+local gone, count = {}, 0
 for i = a + 1, #ARGV do
-  if drop(ARGV[i]) > 0 then gone[#gone + 1] = ARGV[i] end
+  if drop(ARGV[i]) > 0 then count = count + 1 end
+  gone[#gone + 1] = ARGV[i]
 end
 tell_gone(gone)
 save()
-return #gone
+return count
 """
 )
 
@@ -165,7 +187,7 @@ FLUSH = (
 local count = redis.call('HLEN', entries)
 redis.call('UNLINK', entries, order)
 bytes = 0
-redis.call('PUBLISH', channel, sender .. 'F')
+tell('F', '')
 save()
 return count
 """

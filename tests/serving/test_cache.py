@@ -27,10 +27,10 @@ async def opened(redis_url: str, namespace: str) -> AsyncIterator[Open]:
     """Opens replicas of one cache over one Redis; ``store=False``: over memory alone."""
     caches: list[TieredCache] = []
 
-    def open_cache(*, store: bool = True, vectors: bool = True, rules: CacheRules = PLAIN, replicas: int = 1) -> TieredCache:
+    def open_cache(*, store: bool = True, vectors: bool = True, rules: CacheRules = PLAIN, memories: int = 1) -> TieredCache:
         tier = RedisTier(redis_url, namespace, read_deadline=5, write_deadline=5) if store else None
         cache = TieredCache(
-            memory=MemoryTier(), store=tier, vectors=VectorTier() if vectors else None, rules=rules, replicas=replicas
+            memory=MemoryTier(), store=tier, vectors=VectorTier() if vectors else None, rules=rules, memories=memories
         )
         caches.append(cache)
         return cache
@@ -165,7 +165,7 @@ async def test_an_arm_without_knobs_is_an_error_that_names_it(opened: Open) -> N
 
 
 async def test_memory_holds_a_share_of_the_budget_and_redis_everything(opened: Open) -> None:
-    cache = opened(rules=CacheRules(l1_share=0.5), replicas=2)
+    cache = opened(rules=CacheRules(l1_share=0.5), memories=2)
     await cache.apply({"a": Knobs(20_000, 100.0)})
     for number in range(30):
         await cache.put("a", entry(number), now=0.0)
@@ -250,14 +250,14 @@ async def test_an_entry_that_is_already_expired_evicts_nobody(opened: Open, stor
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(requests=st.lists(st.integers(0, 30), min_size=1, max_size=150), replicas=st.sampled_from([1, 3]))
+@given(requests=st.lists(st.integers(0, 30), min_size=1, max_size=150), memories=st.sampled_from([1, 3]))
 async def test_redis_and_memory_together_hit_exactly_where_one_lru_of_the_whole_budget_does(
-    redis_url: str, requests: list[int], replicas: int
+    redis_url: str, requests: list[int], memories: int
 ) -> None:
     """The fidelity that the simulator relies on: one LRU, whatever tier answers and however touches travel."""
     namespace = f"fidelity-{next(_numbers)}"
     tier = RedisTier(redis_url, namespace, read_deadline=5, write_deadline=5)
-    tiered = TieredCache(memory=MemoryTier(), store=tier, vectors=None, rules=PLAIN, replicas=replicas)
+    tiered = TieredCache(memory=MemoryTier(), store=tier, vectors=None, rules=PLAIN, memories=memories)
     single = TieredCache(memory=MemoryTier(), store=None, vectors=None, rules=PLAIN)
     outcomes: dict[str, list[str]] = {"tiered": [], "single": []}
     for name, cache in (("tiered", tiered), ("single", single)):
@@ -385,5 +385,5 @@ async def test_what_is_live_is_told_from_memory_and_redis_alike_and_ahead_of_tim
 
 
 def test_a_cache_of_no_replicas_is_refused() -> None:
-    with pytest.raises(ValueError, match="replicas: expected at least 1"):
-        TieredCache(memory=MemoryTier(), store=None, vectors=None, rules=PLAIN, replicas=0)
+    with pytest.raises(ValueError, match="memories: expected at least 1"):
+        TieredCache(memory=MemoryTier(), store=None, vectors=None, rules=PLAIN, memories=0)

@@ -92,6 +92,7 @@ async def test_a_memory_hit_does_not_wait_for_a_frozen_redis(tmp_path: Path, nam
     with RedisServer(tmp_path) as server:
         cache = replica(server.url, namespace)
         await cache.apply({"a": Knobs(10_000, 100.0)})
+        await cache.following()
         await cache.put("a", entry(1), now=0.0)
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)

@@ -1,0 +1,196 @@
+"""Copies of what a shared store has, kept right: whatever leaves the store leaves the memory tier, however it was missed.
+
+The store numbers an arm's removals (:class:`serving.tiers.base.SharedTier`) and publishes each with its number; the memory tier
+keeps its *mark*, the number up to which all of them took effect in it (:class:`serving.tiers.local.LocalTier`). It may be an
+arena that several replicas of a node share and that outlives them all, so that the mark answers for it, not for a process:
+
+* While a replica hears every number, it puts each into effect in turn. Replicas of a node do the same work; the first is enough.
+* A replica that begins to listen, or missed a number, asks the store for its own. Where the mark is the same, or another replica
+  of the node raises it to that within :data:`SIBLINGS_SECONDS`, nothing was missed and everything is kept.
+* Else removals were missed: while the node was down, after a kill between a removal and its effect, or since the store lost its
+  data (its numbers then begin anew, with greater ones). The copies are compared with what the store has, and those that it has
+  not, or has anew, are dropped. Until that is done, only what this replica has put there since may answer: all else comes from
+  the store.
+* What is put while the store does not answer makes the mark negative: there may be entries of which the store never hears, so
+  that nobody could remove them. They are compared as well when it answers again.
+
+A copy that was read from the store may be late: it is stored only if no removal after the reading took effect yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol, runtime_checkable
+
+from serving.tiers.base import Change, Entry, SharedTier, Tier
+from serving.tiers.local import LocalTier
+
+SIBLINGS_SECONDS = 0.25
+"""How long a replica waits for others of its node to put into effect what it has not heard of itself."""
+
+MOST_SURE = 1 << 16
+"""Keys that are remembered as right while others are not; of more it is not known until all are."""
+
+_POLL_SECONDS = 0.005
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Store(Tier, SharedTier, Protocol):
+    """A store that all replicas share."""
+
+
+class Coherence:
+    """What one replica knows of its memory tier's agreement with the store.
+
+    Args:
+        memory: The memory tier.
+        store: The store of whose entries it holds copies.
+        introduce: Makes an arm known to the store, which has lost what it knew of it.
+        wake: Called when there is something to :meth:`settle`.
+
+    Attributes:
+        unsure: Arms of which not every entry may answer: the keys of those that may, by arm.
+    """
+
+    def __init__(
+        self, memory: LocalTier, store: Store, introduce: Callable[[str], Awaitable[object]], wake: Callable[[], None]
+    ) -> None:
+        self.unsure: dict[str, set[bytes]] = {}
+        self._memory = memory
+        self._store = store
+        self._introduce = introduce
+        self._wake = wake
+        self._listening = False
+        self._owed: set[str] = set()
+        self._missed: set[str] = set()
+        self._doubts: dict[str, int] = {}  # how often there was one
+        self._heard: dict[str, int] = {}  # last number of arms whose position is not known
+        self._positions: dict[str, int] = {}  # number up to which all was heard
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to settle, and the store's changes are heard."""
+        return self._listening and bool(self._owed)
+
+    def usable(self, arm: str, key: bytes) -> bool:
+        """Whether the memory tier's entry under that key may answer."""
+        sure = self.unsure.get(arm)
+        return sure is None or key in sure
+
+    def put(self, arm: str, entry: Entry) -> None:
+        """Note that this replica has put an entry into the memory tier, if it is there."""
+        sure = self.unsure.get(arm)
+        if sure is not None and len(sure) < MOST_SURE:
+            held = self._memory.get_now(arm, entry.key, touch=False)
+            if held is not None and held.written_at == entry.written_at:
+                sure.add(entry.key)
+
+    def begin(self, arm: str) -> None:
+        """Take up an arm, or begin it again: what was heard of it so far does not count."""
+        self._positions.pop(arm, None)
+        self._heard.pop(arm, None)
+        self._missed.discard(arm)
+        self.unsure[arm] = set()
+        self._owed.add(arm)
+        self._wake()
+
+    def listening(self, arms: list[str]) -> None:
+        """Begin all arms: from now on the store's changes are heard."""
+        self._listening = True
+        for arm in arms:
+            self.begin(arm)
+
+    def doubt(self, arm: str) -> None:
+        """Note that the memory tier has an entry of which the store does not know.
+
+        Raises:
+            TierUnavailable: If that cannot be noted where it outlives the process.
+        """
+        self._owed.add(arm)
+        self._doubts[arm] = self._doubts.get(arm, 0) + 1
+        self._wake()
+        self._memory.update_mark_now(arm, lambda mark: -abs(mark))
+
+    def heard(self, change: Change) -> None:
+        """Put a change into effect in the memory tier."""
+        arm, number = change.arm, change.removal
+        keys = None if change.kind == "flush" else change.keys
+        unless = change.written_at if change.kind == "put" else None
+        position = self._positions.get(arm)
+        if number and position is not None and number != position + 1:
+            if number <= position:
+                return
+            _log.info("arm %s: removals %d to %d were missed", arm, position + 1, number - 1)
+            self.begin(arm)
+            position = None
+        if number and position is None:
+            last = self._heard.get(arm, number - 1)
+            if number != last + 1:
+                self._missed.add(arm)
+            self._heard[arm] = number
+        elif number:
+            self._positions[arm] = number
+        settled = position is not None and arm not in self.unsure
+        self._memory.remove_now(arm, keys, removal=number if settled else 0, unless=unless)
+
+    async def settle(self) -> None:
+        """Make sure of all arms that are owed.
+
+        Raises:
+            TierUnavailable: If the store does not answer, or the memory tier cannot be written to; the rest is still owed.
+        """
+        for arm in sorted(self._owed):
+            await self._settle(arm)
+
+    async def _settle(self, arm: str) -> None:
+        doubts = self._doubts.get(arm, 0)
+        count = await self._store.removals(arm)
+        if count == 0:
+            await self._introduce(arm)
+            count = await self._store.removals(arm)
+        while arm in self._missed:
+            self._missed.discard(arm)
+            self._heard.pop(arm, None)
+            count = await self._store.removals(arm)
+        position = self._positions.get(arm)
+        if position is None:
+            position = self._positions[arm] = max(count, self._heard.pop(arm, 0))
+        if not await self._complete(arm, count):
+            await self._compare(arm, count)
+        if arm not in self._positions or self._doubts.get(arm, 0) != doubts:
+            return  # something was missed meanwhile, or put without the store
+        position = self._positions[arm]
+        self._memory.update_mark_now(arm, lambda mark: max(abs(mark), position))
+        self.unsure.pop(arm, None)
+        self._owed.discard(arm)
+
+    async def _complete(self, arm: str, count: int) -> bool:
+        """Whether all removals up to that number took effect."""
+        mark = self._memory.mark_now(arm)
+        if self._memory.shared:
+            end = asyncio.get_running_loop().time() + SIBLINGS_SECONDS
+            while 0 < mark < count and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(_POLL_SECONDS)
+                mark = self._memory.mark_now(arm)
+        if mark > count:  # others have heard of more since; or the mark is of a store that there is no more
+            count = await self._store.removals(arm)
+            return 0 < mark <= count
+        return mark == count
+
+    async def _compare(self, arm: str, count: int) -> None:
+        """Drop what the store has not, or has anew."""
+        self._memory.update_mark_now(arm, lambda _: -count)
+        kept = dropped = 0
+        async for heads in self._memory.scan(arm):
+            stored = await self._store.heads(arm, [head.key for head in heads])
+            gone = [head.key for head, now in zip(heads, stored, strict=True) if now is None or now.written_at != head.written_at]
+            if gone:
+                self._memory.remove_now(arm, gone)
+            kept, dropped = kept + len(heads) - len(gone), dropped + len(gone)
+            if self._memory.mark_now(arm) >= count:
+                return  # another replica was faster
+        if kept or dropped:
+            _log.info("arm %s: of the entries in memory %d are kept, %d were removed meanwhile", arm, kept, dropped)
