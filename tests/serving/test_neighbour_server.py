@@ -1,0 +1,103 @@
+"""One process of a node serves its arena to the neighbours, by the transports that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.neighbours import server
+from serving.neighbours.link import LinkLost
+from serving.neighbours.server import NeighbourServer
+from serving.neighbours.tcp import TcpTransport
+from serving.tiers.arena import ArenaTier
+from tests.serving.arenas import ARM, MIB, answer
+from tests.serving.neighbours import NAMESPACE, SECRET, free_port, linked, owner
+from tests.waiting import until
+
+
+async def test_one_process_of_a_node_serves_and_another_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TAKE_OVER_SECONDS", 0.02)
+    listen = f"127.0.0.1:{free_port()}"
+    async with owner(tmp_path / "arena", listen=listen) as (first, one):
+        async with owner(tmp_path / "arena", listen=listen) as (_, two):
+            assert (one.serving, two.serving) == (True, False)
+            first.put_now(ARM, answer(1, 1, 100))
+            await one.close()
+            await until(lambda: two.serving, "the other one")
+            link = await linked(two)
+            assert link.hello.geometry == first.mapping.geometry
+            await link.close()
+
+
+async def test_an_address_that_another_program_has_is_told_and_taken_when_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "TAKE_OVER_SECONDS", 0.02)
+    other = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    async with owner(tmp_path / "arena", listen=f"127.0.0.1:{port}") as (_, serving):
+        assert not serving.serving
+        assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
+        other.close()
+        await other.wait_closed()
+        await until(lambda: serving.serving, "the address")
+
+
+async def test_an_arena_that_was_replaced_is_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = ArenaTier(tmp_path / "arena", MIB)
+    (tmp_path / "arena").unlink()
+    other = ArenaTier(tmp_path / "arena", MIB)
+    serving = NeighbourServer(tier, "127.0.0.1:0", secret=SECRET, namespace=NAMESPACE)
+    await serving.start()
+    assert not serving.serving
+    assert "was replaced" in caplog.text
+    await serving.close()
+    for each in (tier, other):
+        each.close_now()
+
+
+async def test_a_transport_that_fails_is_left_out(tmp_path: Path) -> None:
+    class Broken(TcpTransport):
+        name = "rdma"
+
+        def dial(self, deadline: float) -> Any:
+            raise LinkLost("no more queue pairs")
+
+    class Refusing:
+        name = "rdma"
+
+        def accept(self, *_: Any) -> Any:
+            raise LinkLost("no more memory to register")
+
+        def close(self) -> None:
+            pass
+
+    async with owner(tmp_path / "arena", offers=[lambda arena, inbox: Refusing()]) as (_, serving):
+        link = await linked(serving, [Broken(), TcpTransport()])
+        assert link.transport == "tcp"
+        await link.close()
+
+        class Willing(TcpTransport):
+            name = "rdma"
+
+        link = await linked(serving, [Willing(), TcpTransport()])
+        assert link.transport == "tcp"
+        await link.close()
+        with pytest.raises(ConnectionError, match="rdma: no more memory to register"):
+            await linked(serving, [Willing()])
+        await until(lambda: serving.open_links == 0, "the end of the links")
+
+
+async def test_an_offer_that_cannot_be_made_leaves_tcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def offer(*_: Any) -> Any:
+        raise LinkLost("no device here")
+
+    async with owner(tmp_path / "arena", offers=[offer]) as (_, serving):
+        assert serving.serving
+        assert "one transport less: no device here" in caplog.text
+    async with owner(tmp_path / "arena", offers=[offer], tcp=False) as (_, serving):
+        with pytest.raises(ConnectionError, match="this node has none only"):
+            await linked(serving)
