@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.arena.layout import Words, checksum
+from serving.arena.layout import FREE_CLASSES, H_FREE, HEADER_WORDS, Words, checksum
 from serving.tiers.base import KEY_BYTES
 
 H_TAKEN = 384
@@ -30,6 +30,9 @@ H_TAKEN = 384
 
 MOST_SLOTS = 128
 """Slots of the largest inbox: as many as there are such words."""
+
+assert H_FREE + FREE_CLASSES <= H_TAKEN
+assert H_TAKEN + MOST_SLOTS <= HEADER_WORDS
 
 HEAD_WORDS = 16
 HEAD_BYTES = 8 * HEAD_WORDS
@@ -201,9 +204,11 @@ class Inbox:
         return arrived, bool(self._since) or any(queues)
 
     def _take(self, slot: int, arrived: list[Arrived], now: float) -> bool:
-        copy = self._slot[slot].copy()
-        number = int(copy[_NUMBER])
-        entry = decode(copy, self._epoch)
+        number = int(self._numbers[slot])
+        # As much as it says it has; the copy is believed only for what it says of itself.
+        end = HEAD_WORDS + (int(self._slot[slot, _LENGTHS]) & _LOW) // 8 + 1
+        copy = self._slot[slot, :end].copy()
+        entry = decode(copy, self._epoch) if copy[_NUMBER] == number else None
         if entry is None:
             seen, since = self._since.setdefault(slot, (number, now))
             if seen != number:

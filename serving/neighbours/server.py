@@ -54,6 +54,7 @@ MOST_OUTDATED = 1 << 16
 """Deleted keys that are remembered."""
 
 _POLL = (0.001, 0.02)  # seconds between two looks into the inbox, where nobody tells that something was written
+_BUSY_PAUSE = 0.1  # seconds after a put that waited in vain for another writer, which held up all else in this process
 _COMPLAINT_SECONDS = 10.0
 _LINGER = 1.0
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
@@ -82,7 +83,8 @@ class NeighbourServer:
         serving: Whether this process is the node's server.
         address: Host and port that it listens on, while it does.
         counts: ``links``: made; ``refused``: connections; ``taken``: entries put from the inbox; ``known``: entries that were
-            there already; ``rejected``: entries that were not whole, outdated, or of an arm without a budget.
+            there already; ``rejected``: entries that are outdated, no answers, of an arm without a budget, or for which another
+            process did not let go of the arena.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -330,7 +332,10 @@ class NeighbourServer:
         while True:
             arrived, more = inbox.take(TURN, self._clock())
             for entry in arrived:
+                dropped = self._tier.dropped
                 self.counts[self._put(entry)] += 1
+                if self._tier.dropped != dropped:
+                    await asyncio.sleep(_BUSY_PAUSE)
             if arrived:
                 wait = least
                 await asyncio.sleep(0)
@@ -356,8 +361,9 @@ class NeighbourServer:
         held = self._tier.get_now(arm, key, touch=False)
         if held is not None and held.written_at >= entry.written_at:
             return "known"
+        dropped = self._tier.dropped
         self._tier.put_now(arm, entry)
-        return "taken"
+        return "taken" if self._tier.dropped == dropped else "rejected"
 
 
 class _Incoming(Framed):

@@ -13,8 +13,8 @@ from serving.neighbours.link import LinkLost
 from serving.neighbours.server import NeighbourServer
 from serving.neighbours.tcp import TcpTransport
 from serving.tiers.arena import ArenaTier
-from tests.serving.arenas import ARM, MIB, answer
-from tests.serving.neighbours import NAMESPACE, SECRET, free_port, linked, owner
+from tests.serving.arenas import ARM, MIB, answer, key
+from tests.serving.neighbours import NAMESPACE, SECRET, address, free_port, linked, owner, reader
 from tests.waiting import until
 
 
@@ -101,3 +101,25 @@ async def test_an_offer_that_cannot_be_made_leaves_tcp(tmp_path: Path, caplog: p
     async with owner(tmp_path / "arena", offers=[offer], tcp=False) as (_, serving):
         with pytest.raises(ConnectionError, match="this node has none only"):
             await linked(serving)
+
+
+async def test_a_stopped_writer_does_not_hold_up_those_who_read(tmp_path: Path) -> None:
+    """It holds the lease, so that nothing of the inbox can be put."""
+    async with owner(tmp_path / "arena") as (arena, serving):
+        arena.put_now(ARM, answer(1, 1, 100))
+        there = address(serving)
+        async with reader(there) as tier:
+            await until(lambda: tier.links()[there] == "tcp", "the link")
+            offered = [number for number in range(200) if tier.owner(key(number)) == there][:8]
+            writer = ArenaTier(tmp_path / "arena", 4 * MIB)
+            assert writer.lease.acquire()
+            for number in offered:
+                tier.offer(ARM, answer(number, 2, 100))
+            await until(lambda: serving.counts["rejected"] >= 2, "that two were given up")
+            link = await linked(serving)
+            assert len(await link.read(0, 64)) == 64
+            await link.close()
+            writer.lease.release()
+            writer.close_now()
+            await until(lambda: serving.counts["rejected"] + serving.counts["taken"] == len(offered), "the rest")
+            assert serving.counts["taken"] >= 1
