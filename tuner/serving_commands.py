@@ -11,6 +11,7 @@ from pathlib import Path
 
 import redis
 
+from experiments.soak.stack import environment
 from serving.app import start
 from serving.redis_server import RedisServer
 from serving.redis_url import shown
@@ -20,7 +21,7 @@ from tuner.local import redis_url, run_directory
 
 
 def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; returns when everything has ended, also where one comes before it has started.
 
     Args:
         settings: Everything; ``gateway`` is used.
@@ -35,9 +36,16 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
     gateway = settings.gateway
     url = redis_url(gateway)
     over = threading.Event()
+
+    def listen() -> None:
+        # Nothing is raised: in a library's callback that would be lost, or leave a lock taken.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: over.set())
+
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, lambda *_: over.set()))
+            stack.callback(signal.signal, number, signal.getsignal(number))
+        listen()
         if gateway.redis_url is None:
             if redis_answers(url):
                 raise CommandError(
@@ -52,7 +60,16 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
             check_redis(url)
         check_access_log(gateway.access_log)
         changed = {"redis_url": url, **({} if port is None else {"port": port})}
-        running = stack.enter_context(start(gateway.model_copy(update=changed), dashboard=dashboard))
+        # Of its own accord Ray answers SIGTERM with a dump of its stack, and ends at once with everything still running.
+        stack.enter_context(environment("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1"))
+        try:
+            running = stack.enter_context(start(gateway.model_copy(update=changed), dashboard=dashboard))
+        except SystemExit:  # what Ray makes of SIGTERM while it starts
+            over.set()
+        listen()  # Ray has set a handler of its own for SIGTERM
+        if over.is_set():
+            say("ended before the gateway was up")
+            return
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
         say(f"metrics: {', '.join(running.metrics_targets())}")
         if running.service_discovery is not None:
