@@ -207,9 +207,7 @@ def understand(
         except DirectiveError as error:
             raise Refused(str(error), param=error.param) from None
     fp = _identity(body, endpoint, tenant, namespace_of(settings.namespace, directives.namespace), settings.generation)
-    stream = endpoint != "embeddings" and bool(body.get("stream"))
-    options = body.get("stream_options") if stream else None
-    usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+    stream, usage = _form(body, endpoint)
     asked = Asked(fp, directives, stream, usage, False, _temperature(body), _choices(body, endpoint))
     if not given:
         return Inbound(endpoint, raw, body, asked, tenant)
@@ -282,6 +280,29 @@ def _identity(body: Mapping[str, Any], endpoint: Endpoint, tenant: str, namespac
         return fingerprint(body, endpoint=endpoint, tenant=tenant, namespace=namespace, generation=generation)
     except ValueError as error:
         raise Refused(str(error)) from error
+
+
+def _form(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[bool, bool]:
+    """Whether a stream is asked for, and whether with its usage.
+
+    What is no boolean is refused. OpenAI refuses it too; other servers take ``"false"`` for false, or, as any text, for true. The
+    gateway has to know before the model does, since one entry answers in either form: what it guessed could be the other form.
+
+    Raises:
+        Refused: If it cannot be told.
+    """
+    if endpoint == "embeddings" or not _flag(body.get("stream"), "stream"):
+        return False, False
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, Mapping):
+        raise Refused(f"stream_options: expected an object, got {_excerpt(options)}", param="stream_options")
+    return True, options is not None and _flag(options.get("include_usage"), "stream_options.include_usage")
+
+
+def _flag(value: object, name: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise Refused(f"{name}: expected true or false, got {_excerpt(value)}", param=name)
+    return bool(value)
 
 
 def _temperature(body: Mapping[str, Any]) -> float | None:

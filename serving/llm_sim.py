@@ -334,6 +334,8 @@ class LlmSim:
                 404,
                 "model_not_found",
             )
+        if not isinstance(body.get("stream"), bool | None):
+            raise _BadRequest(f"stream: expected true or false, got {body['stream']!r}", "stream")
         given = request.headers.get(OUTPUT_TOKENS_HEADER)
         if given is None:
             return body, None

@@ -18,7 +18,7 @@ from serving.llm_sim import LlmSimProcess, answer_size
 from serving.settings import LlmSimSettings
 from serving.tiers.base import EntryMeta
 from tests.e2e.stack import chat
-from tests.serving.gateways import Client, running, served
+from tests.serving.gateways import Client, Model, gateway, running, served
 
 COMPLETE: dict[str, Any] = {
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}],
@@ -118,6 +118,31 @@ async def test_a_bad_body_is_a_400_in_the_shape_of_openai(client: Client, body: 
     assert reply.status == 400
     assert said in error["message"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "got"),
+    [
+        ({"stream": "false"}, "stream", 'got "false"'),
+        ({"stream": "true"}, "stream", 'got "true"'),
+        ({"stream": 1}, "stream", "got 1"),
+        ({"stream": 0}, "stream", "got 0"),
+        ({"stream": []}, "stream", "got []"),
+        ({"stream": True, "stream_options": {"include_usage": "false"}}, "stream_options.include_usage", 'got "false"'),
+        ({"stream": True, "stream_options": "include_usage"}, "stream_options", "expected an object"),
+    ],
+)
+async def test_what_might_be_a_stream_or_not_is_refused_and_never_guessed(fields: dict[str, Any], param: str, got: str) -> None:
+    model = Model()
+    async with gateway(model) as client:
+        await client.ask("hello")
+        reply = await client.ask("hello", **fields)
+        assert (reply.status, reply.json["error"]["type"], reply.json["error"]["param"]) == (400, "invalid_request_error", param)
+        assert got in reply.json["error"]["message"]
+        assert (await client.ask("hello", stream=None)).cache == "HIT"
+        # Texts are not embedded in streams: there it is a field like any other, and the model's to judge.
+        assert (await client.post({"model": "m", "input": "x", **fields}, "/v1/embeddings")).status == 200
+    assert len(model.asked) == 2
 
 
 async def test_other_paths_and_methods_are_refused_by_name(client: Client) -> None:

@@ -105,6 +105,8 @@ async def test_a_stream_says_the_same_as_the_whole_answer(url: str) -> None:
 
 async def test_bad_requests_are_refused_in_the_shape_of_openai(url: str) -> None:
     assert (await _post(url, {"model": "llm-sim", "messages": []}))[0] == 400
+    status, body = await _post(url, chat("x", stream="false"))
+    assert (status, body["error"]["param"]) == (400, "stream")
     status, body = await _post(url, {**chat("x"), "model": "gpt-9"})
     assert (status, body["error"]["code"]) == (404, "model_not_found")
     assert "'gpt-9'" in body["error"]["message"]
