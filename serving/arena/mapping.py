@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import glob
 import logging
@@ -81,8 +80,8 @@ class Mapping:
         try:
             os.posix_fallocate(self.descriptor, begin, count)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
-                raise
+            # Whatever the reason: amid a write nothing may be raised, and what has no memory must not be used.
+            _log.debug("arena %s: no memory for %d more bytes (%s)", self.path, count, error)
             return False
         self.words[H_RESERVED] = (begin + count) // UNIT
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 from serving.arena.layout import ArenaError
 
 _MOUNTS = Path("/proc/self/mountinfo")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,7 @@ class Place:
             mounts: The kernel's table of mounted file systems; without it every file system counts as one of ordinary pages.
 
         Raises:
-            ArenaError: If the directory is not there, or others than this user and root could put another file in the place of
-                the arena's.
+            ArenaError: If the directory is not there, or is another user's, who could put another file in the arena's place.
         """
         directory = Path(path).parent
         try:
@@ -46,13 +47,17 @@ class Place:
             raise ArenaError(
                 f"arena {path}: its directory cannot be looked at ({error.strerror}); make it, or set another path"
             ) from error
-        open_to_all = bool(found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-        if open_to_all or found.st_uid not in (0, os.geteuid()):
+        if found.st_uid not in (0, os.geteuid()):
             raise ArenaError(
-                f"arena {path}: expected a directory of user {os.geteuid()} or root, with the sticky bit if all may write there, "
-                f"found one of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}: others could put another file in "
-                "the arena's place; set a path elsewhere"
+                f"arena {path}: expected a directory of user {os.geteuid()} or root, found one of user {found.st_uid}, who could "
+                "put another file in the arena's place; set a path elsewhere"
             )
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            # Where memory is mounted into containers it is often so. Files of others are not believed in any case.
+            _log.warning(
+                "arena %s: all users may remove files of its directory (mode %04o); set the sticky bit if there are others than "
+                "user %d", path, stat.S_IMODE(found.st_mode), os.geteuid(),
+            )  # fmt: skip
         huge = _file_system(found.st_dev, mounts) == "hugetlbfs"
         return cls(directory, os.statvfs(directory).f_bsize if huge else mmap.PAGESIZE, huge)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -203,6 +204,24 @@ def test_a_file_system_that_fills_up_makes_it_smaller_not_wrong(tmp_path: Path, 
     for number in range(1000, 2000):
         tier.put_now(ARM, answer(number, 1, 5000))
     assert tier.mapping.words[H_RESERVED] > reserved, "room that comes later is used"
+    tier.close_now()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_memory_that_is_not_to_be_had_for_whatever_reason_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(descriptor: int, begin: int, count: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    tier = ArenaTier(tmp_path / "arena", 8 * MIB)
+    tier.resize_now(ARM, 7 * MIB)
+    tier.put_now(ARM, answer(1, 1, 10))
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for version in range(2000):
+        tier.put_now(ARM, answer(version, 1, 3000))
+        assert tier.get_now(ARM, key(version)) in (None, answer(version, 1, 3000))
+    assert tier.repairs == 0
     tier.close_now()
 
 

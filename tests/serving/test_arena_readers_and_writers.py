@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from serving.arena.layout import P_KEY, digest
+from serving.arena.layout import P_KEY, ArenaError, digest
 from serving.tiers.arena import ArenaTier
 from serving.tiers.base import Entry
 from tests.serving.arenas import ARM, MIB, Worker, answer, check, key, serve
@@ -359,4 +360,32 @@ def test_a_stopped_writer_delays_nobody_for_long_and_prevents_no_deletion(tier: 
     released.set()
     assert tier.put_now(ARM, answer(6, 1, 10)) == 0
     assert (tier.stats_now(ARM).entries, tier.repairs) == (1, 1), "what was withdrawn meanwhile is free again"
+    other.close_now()
+
+
+def test_a_stopped_writer_is_not_waited_for_again_and_again(tier: ArenaTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], [0]
+
+    def sleep(seconds: float) -> None:
+        slept[0] += 1
+        now[0] += max(seconds, 1e-5)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    other = ArenaTier(tier.mapping.path, 4 * MIB)
+    tier.put_now(ARM, answer(0, 1, 10))
+    assert other.lease.acquire() is True, "and it does not go on from here"
+    assert tier.put_now(ARM, answer(1, 1, 10)) == 0
+    assert slept[0] > 0
+    slept[0] = 0
+    for number in range(2, 100):
+        assert tier.put_now(ARM, answer(number, 1, 10)) == 0
+    assert tier.delete_now(ARM, key(0)) is True
+    assert slept[0] == 0
+    assert tier.dropped == 99
+    with pytest.raises(ArenaError, match="has been writing for"):
+        tier.resize_now(ARM, MIB)  # budgets are waited for all the same
+    other.lease.release()
+    tier.put_now(ARM, answer(1, 1, 10))
+    assert tier.get_now(ARM, key(1)) == answer(1, 1, 10), "as soon as it lets go"
     other.close_now()
