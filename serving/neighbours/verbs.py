@@ -33,6 +33,9 @@ READS = 16
 """Reads that one queue pair has on the wire at most."""
 
 _HOPS = 64
+_AT_ONCE = 16  # completions that are asked for
+_REQUESTS = 512  # that are kept to be used again
+_CLOSED = "the queue pair is closed"
 _CAP_IPC_LOCK = 14
 _LINK_LAYER_INFINIBAND = 1
 _EVENTS = "infiniband"  # of the names of a channel's descriptor under /proc/self/fd
@@ -432,6 +435,9 @@ class QueuePair:
         self._queue: Any = None
         self._pair: Any = None
         self.descriptor: int | None = None
+        self._requests: dict[tuple[int, int], Any] = {}
+        self._opcodes = {"read": library.e.IBV_WR_RDMA_READ, "write": library.e.IBV_WR_RDMA_WRITE}
+        self._success = int(library.e.IBV_WC_SUCCESS)
         # Up to now pyverbs does not free a request when it is collected, and frees it twice where it does and is told to.
         self._leaks = hasattr(library.wr.SendWR, "__dealloc")
         flags = 0 if depth else library.e.IBV_ACCESS_REMOTE_READ | library.e.IBV_ACCESS_REMOTE_WRITE
@@ -490,36 +496,39 @@ class QueuePair:
         Raises:
             VerbsError: If it cannot be asked for; the queue pair is of no use any more.
         """
-        self._check()
-        library = self._library
-        opcode = library.e.IBV_WR_RDMA_READ if what == "read" else library.e.IBV_WR_RDMA_WRITE
-        part = library.wr.SGE(address, length, lkey)
-        request = library.wr.SendWR(wr_id=number, opcode=opcode, num_sge=1, sg=[part])
+        request = self._requests.get((address, length))
+        if request is None:
+            request = self._request(address, length, lkey)
+        request.wr_id, request.opcode = number, self._opcodes[what]
+        request.set_wr_rdma(rkey, remote)
+        pair = self._pair
+        if pair is None:
+            raise VerbsError(_CLOSED)
         try:
-            request.set_wr_rdma(rkey, remote)
-            with _asked("the RDMA device takes no request"):
-                self._pair.post_send(request)
-        finally:
-            if self._leaks:
-                request.close()
-                part.close()
+            pair.post_send(request)
+        except self._library.Error as error:
+            raise VerbsError(f"the RDMA device takes no request ({error})") from error
 
     def poll(self) -> list[tuple[int, str]]:
         """Return the numbers of what was completed, with what went wrong, ``""`` where nothing did."""
-        self._check()
         done = []
         while True:
-            with _asked("the RDMA device cannot be asked for what was completed"):
-                count, completions = self._queue.poll(16)
+            if self._queue is None:
+                raise VerbsError(_CLOSED)
+            try:
+                count, completions = self._queue.poll(_AT_ONCE)
+            except self._library.Error as error:
+                raise VerbsError(f"the RDMA device cannot be asked for what was completed ({error})") from error
             for completion in completions:
-                number, status = int(completion.wr_id), int(completion.status)
-                done.append((number, "" if status == self._library.e.IBV_WC_SUCCESS else self._words(status)))
-            if count < 16:
+                status = completion.status
+                done.append((completion.wr_id, "" if status == self._success else self._words(status)))
+            if count < _AT_ONCE:
                 return done
 
     def arm(self) -> None:
         """Have the descriptor become readable with the next completion that :meth:`poll` would give."""
-        self._check()
+        if self._queue is None:
+            raise VerbsError(_CLOSED)
         with _asked("the RDMA device gives no notice"):
             self._queue.req_notify()
 
@@ -536,11 +545,26 @@ class QueuePair:
             self._device.forget(self)
             self._release()
 
-    def _check(self) -> None:
-        if self._pair is None:
-            raise VerbsError("the queue pair is closed")
+    def _request(self, address: int, length: int, lkey: int) -> Any:
+        """Return a request for so many bytes at that address, which is kept: making one takes as long as posting it."""
+        if len(self._requests) >= _REQUESTS:
+            self._forget_requests()
+        wr = self._library.wr
+        part = wr.SGE(address, length, lkey)
+        made = wr.SendWR(opcode=self._opcodes["read"], num_sge=1, sg=[part])
+        self._requests[address, length] = made
+        if self._leaks:
+            part.close()  # the request has a copy
+        return made
+
+    def _forget_requests(self) -> None:
+        if self._leaks:
+            for request in self._requests.values():
+                request.close()
+        self._requests.clear()
 
     def _release(self) -> None:
+        self._forget_requests()
         pair, queue, channel = self._pair, self._queue, self._channel
         self._pair = self._queue = self._channel = self.descriptor = None
         with _asked("a queue pair cannot be closed"):

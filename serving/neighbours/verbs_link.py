@@ -15,6 +15,7 @@ import logging
 import mmap
 import time
 import weakref
+from collections import deque
 from typing import Any, Literal
 
 from serving.arena.layout import Words
@@ -98,7 +99,7 @@ class VerbsLink:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._free = list(range(LANES))
-        self._lanes = asyncio.Semaphore(LANES)
+        self._queue: deque[asyncio.Future[int]] = deque()
         self._waiting: dict[int, _Operation] = {}
         self._number = 0
         self._armed = False
@@ -140,7 +141,11 @@ class VerbsLink:
     # -- operations ----------------------------------------------------------------------------------------------------------
 
     async def _operate(self, what: Literal["read", "write"], address: int, length: int, rkey: int, data: bytes = b"") -> bytes:
-        lane = await self._lane()
+        if self.lost:
+            raise LinkLost(self._reason)
+        lane = self._free.pop() if self._free else await self._wait_for_lane()
+        if self.lost:  # while it waited
+            raise LinkLost(self._reason)
         done: asyncio.Future[bytes] = self._loop.create_future()
         self._number += 1
         self._waiting[self._number] = _Operation(what, lane, length, done)
@@ -167,20 +172,18 @@ class VerbsLink:
         finally:
             timer.cancel()
 
-    async def _lane(self) -> int:
-        self._check()
-        if self._lanes.locked():
-            try:
-                async with asyncio.timeout(self._deadline):
-                    await self._lanes.acquire()
-            except TimeoutError:
+    async def _wait_for_lane(self) -> int:
+        lane: asyncio.Future[int] = self._loop.create_future()
+        self._queue.append(lane)
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await lane
+        except BaseException as error:
+            if lane.done() and not lane.cancelled() and lane.exception() is None:  # it came at the same time
+                self._give_back(lane.result())
+            if isinstance(error, TimeoutError):
                 raise LinkLost(f"{self._connection.peer}: no answer in {self._deadline:g} s") from None
-        else:
-            await self._lanes.acquire()
-        if self.lost:
-            self._lanes.release()  # whoever waits next is to hear of it, too
-            self._check()
-        return self._free.pop()
+            raise
 
     def _collect(self) -> None:
         """Give what was completed to those who wait for it."""
@@ -202,11 +205,15 @@ class VerbsLink:
                 operation.done.set_result(
                     self._landing.memory[begin : begin + operation.length] if operation.what == "read" else b""
                 )
-            self._give_back(operation)
+            self._give_back(operation.lane)
 
-    def _give_back(self, operation: _Operation) -> None:
-        self._free.append(operation.lane)
-        self._lanes.release()
+    def _give_back(self, lane: int) -> None:
+        while self._queue:
+            waiting = self._queue.popleft()
+            if not waiting.done():
+                waiting.set_result(lane)
+                return
+        self._free.append(lane)
 
     def _watch(self) -> None:
         """See to it that what is under way is noticed when it is completed."""
@@ -236,10 +243,6 @@ class VerbsLink:
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        if self.lost:
-            raise LinkLost(self._reason)
-
     def _overdue(self, done: asyncio.Future[bytes]) -> None:
         self._collect()
         if not done.done():
@@ -260,8 +263,11 @@ class VerbsLink:
         for operation in self._waiting.values():
             if not operation.done.done():
                 operation.done.set_exception(LinkLost(reason))
-            self._give_back(operation)
+        for lane in self._queue:
+            if not lane.done():
+                lane.set_exception(LinkLost(reason))
         self._waiting.clear()
+        self._queue.clear()
         _release(self._pair, self._landing)
         self._connection.ended = lambda _: None
         self._connection.abort(reason)
