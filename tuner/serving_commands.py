@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO, cast
 
 import redis
 
@@ -35,7 +38,11 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
     """
     gateway = settings.gateway
     url = redis_url(gateway)
-    over = threading.Event()
+    over, stdout = threading.Event(), sys.stdout
+
+    def tell(text: str) -> None:
+        with contextlib.redirect_stdout(stdout):
+            say(text)
 
     def listen() -> None:
         # Nothing is raised: in a library's callback that would be lost, or leave a lock taken.
@@ -46,6 +53,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.getsignal(number))
         listen()
+        stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _Hushed(stdout, over))))
         if gateway.redis_url is None:
             if redis_answers(url):
                 raise CommandError(
@@ -68,7 +76,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
             over.set()
         listen()  # Ray has set a handler of its own for SIGTERM
         if over.is_set():
-            say("ended before the gateway was up")
+            tell("ended before the gateway was up")
             return
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
         say(f"metrics: {', '.join(running.metrics_targets())}")
@@ -76,7 +84,23 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
             say(f"prometheus file_sd: {running.service_discovery}")
         say("Ctrl-C ends it")
         over.wait()
-        say("ending")
+        tell("ending")
+
+
+class _Hushed(io.TextIOBase):
+    """Passes on what is printed until everything is being ended: from then on Ray tells of each part that it has ended."""
+
+    def __init__(self, out: TextIO, over: threading.Event) -> None:
+        self._out, self._over = out, over
+
+    def write(self, text: str) -> int:
+        return len(text) if self._over.is_set() else self._out.write(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
 
 
 def check_access_log(folder: Path | None) -> None:
