@@ -74,7 +74,7 @@ async def found(arena: RemoteArena, number: int) -> Entry | None:
 
 
 async def it_says_what_it_is(bench: Bench) -> None:
-    async with bench.node(inbox_slots=16) as (tier, server), bench.link(server) as link:
+    async with bench.node(inbox_slots=32) as (tier, server), bench.link(server) as link:
         assert link.transport == bench.transport
         assert link.hello.geometry == tier.mapping.geometry
         assert (link.hello.slots, link.hello.slot_bytes) == (2, 65536)
@@ -240,7 +240,7 @@ async def what_is_written_arrives(bench: Bench) -> None:
 
 
 async def peers_have_slots_of_their_own(bench: Bench) -> None:
-    async with bench.node(inbox_slots=16) as (tier, server), bench.link(server) as first, bench.link(server) as second:
+    async with bench.node(inbox_slots=32) as (tier, server), bench.link(server) as first, bench.link(server) as second:
         assert (first.hello.slots, second.hello.slots) == (2, 2)
         assert first.hello.first_slot + 2 <= second.hello.first_slot
         epoch = first.hello.epoch

@@ -54,6 +54,16 @@ class Messages:
             raise LinkLost(self._reason)
         return message
 
+    def finish(self) -> None:
+        """The exchange is over, and whoever comes next takes the messages.
+
+        Raises:
+            LinkLost: If the connection has ended, or more was sent than an exchange has.
+        """
+        if not self._queue.empty():
+            message = self._queue.get_nowait()
+            raise LinkLost(self._reason if message is None else "more messages than an exchange has")
+
     def _received(self, message: bytes) -> None:
         if self._queue.qsize() > 1:
             raise ValueError("more messages than an exchange has")
@@ -123,13 +133,18 @@ async def _dial(address: str, transports: Sequence[ClientTransport], secret: byt
             reply = await messages.next()
             try:
                 told, parameters = open_answer(secret, said, reply)
-                link: Link = await dialing.finish(parameters, told, connection)
-            except LinkLost as error:
-                raise _Failed(name, error) from error
             except Refused as error:
                 if error.why != "transport":
                     raise
                 raise _Failed(name, error) from error
+            messages.finish()
+            try:
+                link: Link = await dialing.finish(parameters, told, connection)
+            except LinkLost as error:
+                raise _Failed(name, error) from error
+            if not connection.open:
+                await link.close()
+                raise LinkLost("the connection was closed")
             finished = True
             return link
     except TimeoutError as error:

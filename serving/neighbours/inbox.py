@@ -41,7 +41,7 @@ _SUM, _NUMBER, _LENGTHS, _KEY, _NAME = 0, 1, 2, 3, 7
 _LOW = 0xFFFFFFFF
 _HEAD = struct.Struct(f"<qqq{KEY_BYTES}s{_NAME_BYTES}sq")
 
-SHARE = 8
+SHARE = 16
 """A peer gets one in so many of the slots that are free."""
 
 UNFINISHED = 1.0

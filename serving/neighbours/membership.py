@@ -49,7 +49,7 @@ class Membership(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop, and say so to others."""
+        """Stop."""
         ...
 
 
@@ -117,15 +117,11 @@ class RedisMembership:
         self._task = asyncio.create_task(self._keep(), name="neighbour-membership")
 
     async def close(self) -> None:
-        """Stop, and tell others that this node is gone, if this process spoke for it."""
+        """Stop. Others believe the node to be there for a while: another process of it may speak for it next."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-            with suppress(RedisError, OSError, TimeoutError):
-                async with asyncio.timeout(_DEADLINE):
-                    if self._serving():
-                        await self._redis.zrem(self._key, self._own)
         with suppress(RedisError, OSError):
             await self._redis.aclose()
 

@@ -268,6 +268,7 @@ class NeighbourServer:
                 said.append(challenge(name, secrets.token_bytes(NONCE_BYTES)))
                 connection.send(said[1])
                 said.append(await messages.next())
+                messages.finish()
                 parameters = open_proof(self._secret, said[:2], said[2])
             self._welcome(connection, name, parameters, said)
         except Refused as error:
@@ -278,7 +279,7 @@ class NeighbourServer:
             asyncio.get_running_loop().call_later(_LINGER, connection.abort)
         except (TimeoutError, LinkLost):
             self.counts["refused"] += 1
-            connection.abort("the exchange was not finished in time")
+            connection.abort("the exchange was not finished")
         except asyncio.CancelledError:
             connection.abort("the owner stopped serving")
             raise

@@ -190,7 +190,7 @@ class TcpServed:
             self._read(connection, number, place, length)
         elif operation == _WRITE and len(message) == _REQUEST.size + length:
             begin = place * self._slot_bytes
-            if length > self._slot_bytes or begin + length > len(self._slots):
+            if not 0 < length <= self._slot_bytes or begin + self._slot_bytes > len(self._slots):
                 _refuse(connection, number, "expected a slot of this reader")
                 return
             self._slots[begin : begin + length] = message[_REQUEST.size :]

@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from serving.neighbours.dialing import dial
 from serving.neighbours.link import Link
@@ -42,11 +42,17 @@ async def owner(
         tier.close_now()
 
 
-def address(server: NeighbourServer) -> str:
+class Listening(Protocol):
+    """Whatever has host and port."""
+
+    address: tuple[str, int]
+
+
+def address(server: Listening) -> str:
     return f"{server.address[0]}:{server.address[1]}"
 
 
-async def linked(server: NeighbourServer, transports: Sequence[ClientTransport] = (), **options: Any) -> Link:
+async def linked(server: Listening, transports: Sequence[ClientTransport] = (), **options: Any) -> Link:
     """A link to the server."""
     given = {"secret": SECRET.encode(), "namespace": NAMESPACE, "deadline": PATIENT, **options}
     return await dial(address(server), transports or [TcpTransport()], **given)

@@ -17,7 +17,7 @@ EPOCH = 12345
 BYTES = 1024
 
 
-def inbox(slots: int = 16) -> tuple[Inbox, Words]:
+def inbox(slots: int = 32) -> tuple[Inbox, Words]:
     taken = np.full(slots, 99, np.int64)
     return Inbox(slots, BYTES, taken, EPOCH), taken
 
@@ -90,7 +90,7 @@ def test_what_is_never_whole_is_thrown_away_after_a_while() -> None:
 
 
 def test_turns_are_bounded_and_peers_are_served_alike() -> None:
-    box, _ = inbox(64)
+    box, _ = inbox(MOST_SLOTS)
     greedy, modest = box.grant(), box.grant()
     assert greedy.count >= 7
     for slot in range(greedy.count):
