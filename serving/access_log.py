@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -73,12 +73,18 @@ class DetailedRecord(AccessRecord):
         similarity: 1 for the same question, the cosine for an answer by meaning, 0 for a miss.
         endpoint: ``chat``, ``completions`` or ``embeddings``.
         tenant: Who asked; ``""`` where there are no tenants.
+        key_hex: The key as headers and the admin API have it, 16 hexadecimal digits: ``x-litellm-cache-key`` begins with it, and
+            it is the ``x-cache-entry`` of the entry that answers this question by being its own.
     """
 
     rule: str = ""
     similarity: float = 0.0
     endpoint: str = "chat"
     tenant: str = ""
+    key_hex: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key_hex", f"{self.key:016x}")
 
 
 _FIELDS = tuple(item.name for item in fields(AccessRecord))

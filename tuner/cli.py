@@ -410,10 +410,19 @@ def experiment_status(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how an experiment stands: decisions, requests, the latest knobs."""
+    """Say how an experiment stands: decisions, requests, the latest knobs; without a name, what there is and what was changed."""
     from tuner.experiment_commands import status
 
-    _show(status(_settings(config), name, now=time.time()), as_json)
+    found = status(_settings(config), name, now=time.time())
+    if as_json or name is not None:
+        _show(found, as_json)
+        return
+    _show(found["experiments"] or {"experiments": "none"}, as_json)
+    if found["changes"]:
+        earlier = f", and {found['earlier_changes']:,} earlier ones" if found["earlier_changes"] else ""
+        _say(f"changed by operators (the latest {len(found['changes'])}{earlier}):")
+    for change in found["changes"]:
+        _say(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(change['at']))}  {change['message']}")
 
 
 @experiment_app.command("stop")

@@ -6,6 +6,8 @@ import json
 import os
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +26,10 @@ from tuner.errors import CommandError
 from tuner.pipes import WIDTH, widen
 
 TRACES = "CACHEPILOT_TRACES"
+
+FIRST_BEAT = 5.0
+"""Seconds without a word after which an evaluation says that it still works; each time after twice as many."""
+LONGEST_BEAT = 60.0
 
 _COLUMNS = (
     "row", "seeds", "IQM", "95 % interval", "mean", "P(better)", "worst case", "of best static", "of mid-grid", "gap closed",
@@ -221,17 +227,38 @@ def _run(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on a terminal, and a line for each case elsewhere."""
+    """Show a bar on a terminal; elsewhere a line for each case, and now and then one that says that it still works.
+
+    A case may take minutes.
+    """
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} cases"),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[case]}"), console=console, transient=True,
     )  # fmt: skip
+    began, over, so_far = time.monotonic(), threading.Event(), ["none of the cases is done yet"]
+
+    def say(text: str) -> None:
+        if not console.is_terminal:
+            console.print(text, markup=False, highlight=False)
+
+    def beat() -> None:
+        wait = FIRST_BEAT
+        while not over.wait(wait):
+            say(f"evaluating for {time.monotonic() - began:,.0f} s: {so_far[0]}")
+            wait = min(2 * wait, LONGEST_BEAT)
+
     with bar:
-        task = bar.add_task("evaluating", total=1, case="reading the traces")
+        task = bar.add_task("evaluating", total=1, case="reading the traces, then the first case")
 
         def told(case: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, case=case)
-            if not console.is_terminal:
-                console.print(f"evaluated {case}: {done} of {total} cases", markup=False, highlight=False)
+            bar.update(task, completed=done, total=total, case=f"{case} is done")
+            so_far[0] = f"{done} of {total} cases are done"
+            say(f"evaluated {case}: {done} of {total} cases")
 
-        yield told
+        beating = threading.Thread(target=beat, name="evaluate-progress", daemon=True)
+        beating.start()
+        try:
+            yield told
+        finally:
+            over.set()
+            beating.join()

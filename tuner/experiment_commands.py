@@ -8,8 +8,12 @@ from typing import Any
 from experiments.experiment import end_experiment, experiment_status, report_experiment
 from experiments.experiment import start_experiment as begin
 from experiments.ledger import Ledger
+from experiments.records import ADMIN
 from tuner.config import Settings
 from tuner.errors import CommandError
+
+LATEST_CHANGES = 20
+"""Of operators' changes, how many are shown."""
 
 
 def start_experiment(settings: Settings, name: str, *, control: str, treatment: str, note: str, now: float) -> dict[str, Any]:
@@ -42,21 +46,27 @@ def start_experiment(settings: Settings, name: str, *, control: str, treatment: 
         return {"experiment": design.name, "namespace": design.namespace, "started_at": design.started_at, "state": "running"}
 
 
-def status(settings: Settings, name: str | None, *, now: float) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return how one experiment stands, or all of them."""
+def status(settings: Settings, name: str | None, *, now: float) -> dict[str, Any]:
+    """Return how one experiment stands; without a name the list of all, and what operators changed last by the admin API."""
     with _ledger(settings) as ledger:
         if name is not None:
             return experiment_status(ledger, name, now=now)
-        return [
-            {
-                "experiment": item.name,
-                "namespace": item.namespace,
-                "state": "running" if item.ended_at is None else "ended",
-                "started_at": item.started_at,
-                "ended_at": item.ended_at,
-            }
-            for item in ledger.experiments()
-        ]
+        namespace = settings.gateway.namespace
+        changes = [item for item in ledger.events(namespace=namespace) if item.kind == ADMIN]
+        return {
+            "experiments": [
+                {
+                    "experiment": item.name,
+                    "namespace": item.namespace,
+                    "state": "running" if item.ended_at is None else "ended",
+                    "started_at": item.started_at,
+                    "ended_at": item.ended_at,
+                }
+                for item in ledger.experiments()
+            ],
+            "changes": [{"at": item.at, "message": item.message} for item in changes[-LATEST_CHANGES:]],
+            "earlier_changes": max(0, len(changes) - LATEST_CHANGES),
+        }
 
 
 def stop_experiment(settings: Settings, name: str, *, now: float) -> dict[str, Any]:

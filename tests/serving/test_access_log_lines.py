@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.access_log import AccessLogWriter, AccessRecord, DetailedRecord, read_records
+from tests.serving.gateways import Model, gateway
 
 RECORD = AccessRecord(1.5, 2**64 - 1, "control", "hit", "memory", 0.25, 100, 3, 4, 9.0, 0.1, 7, 200)
 
@@ -77,7 +79,7 @@ def test_a_line_still_being_written_is_left_out_and_a_broken_one_is_named(tmp_pa
 
 def test_a_record_has_no_field_for_text() -> None:
     texts = {item.name for item in fields(DetailedRecord) if item.type in ("str", "Outcome")}
-    assert texts == {"arm", "outcome", "tier", "rule", "endpoint", "tenant"}
+    assert texts == {"arm", "outcome", "tier", "rule", "endpoint", "tenant", "key_hex"}
 
 
 def test_details_are_written_and_do_not_disturb_those_who_read_records(tmp_path: Path) -> None:
@@ -85,7 +87,20 @@ def test_details_are_written_and_do_not_disturb_those_who_read_records(tmp_path:
     writer.write(DetailedRecord(**asdict(RECORD), rule="exact_hit", similarity=1.0, endpoint="chat", tenant="acme"))
     writer.close()
     assert list(read_records(writer.path)) == [RECORD]
-    assert b'"rule":"exact_hit","similarity":1.0,"endpoint":"chat","tenant":"acme"}' in writer.path.read_bytes()
+    line = writer.path.read_bytes()
+    assert b'"rule":"exact_hit","similarity":1.0,"endpoint":"chat","tenant":"acme","key_hex":"ffffffffffffffff"}' in line
+    # A log that was written before keys were told in both ways is read as ever.
+    writer.path.write_bytes(line.replace(b',"key_hex":"ffffffffffffffff"', b""))
+    assert list(read_records(writer.path)) == [RECORD]
+
+
+async def test_a_line_is_found_by_what_headers_and_the_admin_api_call_the_entry(tmp_path: Path) -> None:
+    async with gateway(Model(), access_log=str(tmp_path)) as client:
+        replies = [await client.ask("hello") for _ in range(2)]
+    lines = [json.loads(line) for path in tmp_path.glob("access-*.jsonl") for line in path.read_bytes().splitlines()]
+    assert [line["key_hex"] for line in lines] == [reply.headers["x-cache-entry"] for reply in replies]
+    assert replies[0].headers["x-litellm-cache-key"].startswith(lines[0]["key_hex"])
+    assert int(lines[0]["key_hex"], 16) == lines[0]["key"]
 
 
 def test_a_full_disk_is_no_error_and_is_caught_up_with_when_there_is_room(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.ledger import Ledger
+from serving.audit import AuditEvent
 from tests.envs.trace_files import AZURE_2024
 from tuner import cli
 from tuner.config import SettingsError, load_settings
@@ -195,6 +197,31 @@ def test_an_experiment_is_started_watched_ended_and_reported(cachepilot: Cachepi
     assert page.read_text().lower().startswith("<!doctype html>")
     assert json.loads(cachepilot("experiment", "stop", "first", "--json", *config).stdout)["state"] == "ended"
     failed(cachepilot("experiment", "report", "absent", *config), 1, "absent")
+
+
+def test_without_a_name_the_status_lists_the_experiments_and_what_operators_changed(
+    cachepilot: Cachepilot, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(f"gateway: {{namespace: mine}}\nexperiments: {{ledger: {{url: '{url}'}}}}\n")
+    config = ("--config", str(settings))
+    assert "none" in cachepilot("experiment", "status", *config).stdout
+    with Ledger(url) as ledger:
+        for namespace, count in (("mine", 22), ("another", 1)):
+            flushes = [
+                AuditEvent(1_800_000_000.0 + number, "0a1b2c3d", "flush", {"where": {"tag": namespace}, "removed": number})
+                for number in range(count)
+            ]
+            ledger.record_audit(namespace, [(f"{number}-0", item) for number, item in enumerate(flushes, start=1)])
+    told = json.loads(cachepilot("experiment", "status", "--json", *config).stdout)
+    assert told["experiments"] == []
+    assert (len(told["changes"]), told["earlier_changes"]) == (20, 2)
+    assert told["changes"][-1]["at"] == 1_800_000_021.0
+    assert "0a1b2c3d" in told["changes"][-1]["message"]
+    shown = cachepilot("experiment", "status", *config).stdout
+    assert "changed by operators (the latest 20, and 2 earlier ones):" in shown
+    assert shown.count("0a1b2c3d") == 20
 
 
 def test_a_key_where_its_hash_belongs_is_not_shown_and_the_way_to_the_hash_is(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import experiments.evaluate
@@ -109,6 +113,29 @@ def test_a_case_that_is_not_among_those_that_are_run_is_told_before_the_work(
     monkeypatch.setattr(experiments.evaluate, "run_case", lambda *arguments: pytest.fail("work was begun"))
     told = refused("--config", config, "--output", tmp_path / "page.html", "--case", "tide-9")
     assert told == "case 'tide-9': expected one of calm, tide-2, tide-3"
+
+
+def test_a_case_that_takes_long_is_not_silent(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_case, said = experiments.evaluate.run_case, threading.Event()
+    begun = Console.print
+
+    def listening(console: Console, *what: object, **how: Any) -> None:
+        begun(console, *what, **how)
+        if console.stderr and "evaluating for" in str(what):
+            said.set()
+
+    def slowly(*arguments: Any) -> Any:
+        assert said.wait(30), "nothing was said while the case was under way"
+        return run_case(*arguments)
+
+    monkeypatch.setattr(Console, "print", listening)
+    monkeypatch.setattr(experiments.evaluate, "run_case", slowly)
+    monkeypatch.setattr("tuner.evaluate_command.FIRST_BEAT", 0.01)
+    result = CliRunner().invoke(app, ["evaluate", "--config", str(config), "--suite", "calm", "--length", "8", "--json"])
+    assert result.exit_code == 0, result.output
+    json.loads(result.stdout)
+    assert re.search(r"evaluating for \d+ s: none of the cases is done yet", result.stderr)
+    assert "evaluated calm: 1 of 1 cases" in result.stderr
 
 
 def test_files_that_cannot_be_written_are_told_before_the_work(
