@@ -8,7 +8,7 @@ ARGS ?=
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test lint unit bench lock clean setup setup-dev system-packages
+.PHONY: help demo test lint unit test-rdma bench lock clean setup setup-dev system-packages
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/cachepilot demo $(ARGS)
 
 ## make test             lint, types, layers and all tests (PYTEST_ARGS="..." to narrow)
-test: setup-dev system-packages lint unit
+test: setup-dev system-packages lint unit $(if $(PYTEST_ARGS),,test-rdma)
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -28,6 +28,10 @@ lint: setup-dev
 
 unit: setup-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+## make test-rdma        RDMA over soft-RoCE in an emulated machine, and its times beside TCP's (RDMA_GUEST_DIR=... to keep them there)
+test-rdma: setup-dev system-packages
+	tests/rdma/run.sh
 
 ## make bench            our figures beside the peers', in one run
 bench: setup-dev system-packages

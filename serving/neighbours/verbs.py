@@ -12,6 +12,7 @@ import functools
 import importlib
 import ipaddress
 import logging
+import math
 import os
 import resource
 import secrets
@@ -26,13 +27,11 @@ import numpy as np
 RETRIES = 3
 """How often the hardware repeats what was not acknowledged; with 7, soft-RoCE never reports a killed peer."""
 
-ACK_TIMEOUT = 14
-"""Time after which it does: 4.096 us x 2^14, 67 ms."""
-
 READS = 16
 """Reads that one queue pair has on the wire at most."""
 
 _HOPS = 64
+_ACK_UNIT = 4.096e-6  # seconds
 _AT_ONCE = 16  # completions that are asked for
 _REQUESTS = 512  # that are kept to be used again
 _CLOSED = "the queue pair is closed"
@@ -240,6 +239,18 @@ def choose_gid(entries: Sequence[tuple[int, str, bool]]) -> int | None:
 
     usable = [entry for entry in entries if not ipaddress.IPv6Address(entry[1]).is_unspecified]
     return min(usable, key=rank)[0] if usable else None
+
+
+def ack_timeout(deadline: float) -> int:
+    """Return the exponent of the time after which the hardware repeats what was not acknowledged: 4.096 us x 2^exponent.
+
+    It is a quarter to half of the deadline, so that a lost packet does not cost the link, and at least 1 ms, below which hardware
+    does not go.
+
+    Args:
+        deadline: Seconds that an operation may take, > 0.
+    """
+    return min(20, max(8, math.floor(math.log2(deadline / 2 / _ACK_UNIT))))
 
 
 # -- the device -----------------------------------------------------------------------------------------------------------------
@@ -461,8 +472,12 @@ class QueuePair:
         if self.descriptor is not None:
             os.set_blocking(self.descriptor, False)
 
-    def connect(self, peer: Endpoint) -> None:
+    def connect(self, peer: Endpoint, deadline: float = 1.0) -> None:
         """Connect it; the peer has to do the same, before either side asks for anything.
+
+        Args:
+            peer: Its end.
+            deadline: Seconds that what is asked for may take.
 
         Raises:
             VerbsError: If the peer's end is of no use.
@@ -471,7 +486,7 @@ class QueuePair:
         mtu, asks, answers = self._device.path(peer)
         wanted.path_mtu, wanted.max_rd_atomic, wanted.max_dest_rd_atomic = mtu, asks, answers
         wanted.dest_qp_num, wanted.rq_psn, wanted.sq_psn = peer.qpn, peer.psn, self.endpoint.psn
-        wanted.min_rnr_timer, wanted.timeout, wanted.retry_cnt, wanted.rnr_retry = 12, ACK_TIMEOUT, RETRIES, RETRIES
+        wanted.min_rnr_timer, wanted.timeout, wanted.retry_cnt, wanted.rnr_retry = 12, ack_timeout(deadline), RETRIES, RETRIES
         wanted.ah_attr = self._device.route(peer)
         with _asked(f"the RDMA device {self._device.name} cannot be connected with {peer.gid}", "are both in one network?"):
             if self._depth:

@@ -11,6 +11,7 @@ new with each registration, so those of an earlier start open nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import time
@@ -18,7 +19,7 @@ import weakref
 from collections import deque
 from typing import Any, Literal
 
-from serving.arena.layout import Words
+from serving.arena.layout import UNIT, Words
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import Hello, LinkLost
 from serving.neighbours.tcp import check_read, check_write
@@ -61,7 +62,8 @@ class _Landing:
 
     def close(self) -> None:
         self.region.close()
-        self.memory.close()
+        with contextlib.suppress(BufferError):  # unmapped when nobody has it any more
+            self.memory.close()
 
 
 class VerbsLink:
@@ -288,18 +290,20 @@ class VerbsDialing:
         self.parameters: Parameters = self._pair.endpoint.parameters()
 
     async def finish(self, answer: Parameters, hello: Hello, connection: Framed) -> VerbsLink:
-        """Return the link; see :meth:`serving.neighbours.transport.Dialing.finish`."""
+        """Return the link, over which something was read; see :meth:`serving.neighbours.transport.Dialing.finish`."""
         try:
             arena = Remote.read(answer, "arena")
             inbox = Remote.read(answer, "inbox") if hello.slots else None
             if arena.length != hello.bytes or (inbox is not None and inbox.length < hello.slots * hello.slot_bytes):
                 raise ValueError(f"expected the memory of {hello}, got {arena} and {inbox}")
-            self._pair.connect(Endpoint.read(answer))
+            self._pair.connect(Endpoint.read(answer), self._deadline)
         except (ValueError, VerbsError) as error:
             self.abandon()
             raise LinkLost(f"{connection.peer}: its end of an RDMA connection is of no use: {error}") from error
         link = VerbsLink(self._pair, self._landing, arena, inbox, hello, self._deadline, connection)
         self._links.add(link)
+        # Both ends can be right and the way between them closed to RDMA: then another transport has to be tried now.
+        await link.read(0, UNIT)
         return link
 
     def abandon(self) -> None:
@@ -335,7 +339,7 @@ class VerbsClient:
         """Release the device, and what links are left. Safe to call twice."""
         for link in list(self._links):
             link.lose("the device was released")
-        self._device.close()
+        _release(self._device)
 
 
 class VerbsServed:
@@ -402,7 +406,7 @@ class VerbsServer:
 
     def close(self) -> None:
         """Release the device: all readers are cut off, and the keys are void. Safe to call twice."""
-        self._device.close()
+        _release(self._device)
 
 
 def offered(device: str | None = None) -> Offer:
@@ -421,7 +425,7 @@ def offered(device: str | None = None) -> Offer:
     return offer
 
 
-def _release(*parts: QueuePair | Region | _Landing | None) -> None:
+def _release(*parts: QueuePair | Region | _Landing | Device | None) -> None:
     """Close them in that order, all of them."""
     for part in parts:
         try:

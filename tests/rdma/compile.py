@@ -1,4 +1,4 @@
-"""Compile on the host, for the guest's processor, what the guest runs; find out before it boots whether pyverbs can be imported."""
+"""Compile on the host, for the guest's processor, what the guest runs; find out before it boots whether it has pyverbs."""
 
 from __future__ import annotations
 
