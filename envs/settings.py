@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from envs.objective import Prices
 from envs.price_book import load_price_book
-from envs.simulator.config import SimConfig
+from envs.simulator.config import MemoryEviction, SimConfig
 from envs.workloads.catalogue import find, make
 from envs.workloads.generators import sessions
 from envs.workloads.trace import Trace
@@ -59,6 +59,8 @@ class SimulatorSettings(Settings):
     Attributes:
         space: Bounds and grid of the knobs.
         l1_share: Share of ``cache_size`` that may be resident in the memory tier.
+        memory_eviction: Who goes from the memory tier: ``clock`` as in the arena that replicas share, ``lru`` as in one's own.
+        store: Whether there is a store behind the memory tier; without one the memory tier is the whole cache.
         ttl_jitter: Width of the per-key jitter on the TTL.
         staleness_half_life: Seconds after which an answer is outdated with probability one half; null means never.
         upstream: Latency of the model.
@@ -70,6 +72,8 @@ class SimulatorSettings(Settings):
 
     space: SpaceSettings = SpaceSettings()
     l1_share: Share = _SIM.l1_share
+    memory_eviction: MemoryEviction = _SIM.memory_eviction
+    store: bool = _SIM.store
     ttl_jitter: Annotated[float, Field(ge=0.0, lt=1.0)] = _SIM.ttl_jitter
     staleness_half_life: Seconds | None = None
     upstream: UpstreamModelSettings = UpstreamModelSettings()
@@ -91,6 +95,8 @@ class SimulatorSettings(Settings):
         return SimConfig(
             space=self.space.space(),
             l1_share=self.l1_share,
+            memory_eviction=self.memory_eviction,
+            store=self.store,
             ttl_jitter=self.ttl_jitter,
             staleness_half_life=math.inf if self.staleness_half_life is None else self.staleness_half_life,
             upstream=self.upstream.to_model(),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,14 +16,19 @@ import pandas as pd
 from envs.simulator import CacheSimulator, SimConfig
 from envs.workloads.trace import Trace
 from serving.cache import CacheRules, TieredCache
+from serving.coherence import Store
 from serving.keys import Fingerprint
-from serving.knobs import Knobs
+from serving.knobs import MIB, Knobs
 from serving.latency import UpstreamModel
-from serving.tiers.base import KEY_BYTES, Entry, Tier
+from serving.tiers.arena import ArenaTier
+from serving.tiers.base import KEY_BYTES, Entry, Tier, TierStats
+from serving.tiers.local import LocalTier
 from serving.tiers.memory import MemoryTier
 from serving.warmup import Remembered, Warmer
 
 _ARM = "fidelity"
+_PATIENCE = 30.0
+"""Seconds of the wall clock for news of the store to come round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +48,22 @@ class Stage:
     flush: bool = False
 
 
-async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], store: Tier) -> pd.DataFrame:
+async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], store: Tier | None) -> pd.DataFrame:
     """Replay a trace through the simulator and through memory tier and store, warm-up included; set the windows side by side.
 
     The tiers are the gateway's own, driven with the trace's clock; an answer is stored at the moment of its miss, as in the
     simulator. Blocks of a prefix chain follow the simulator's rule where ``config.prefix`` is set: one whose predecessor in its
     request was not answered is not looked up, but made and stored anew. The store's arm ``fidelity`` is flushed first. The tiers
-    know no model, so the simulated model answers at once.
+    know no model, so the simulated model answers at once. Where ``config.memory_eviction`` is ``clock`` the memory tier is an
+    arena, so large that its budget alone makes it evict, else a replica's own.
 
     Args:
         trace: The workload, without events of its own: flushes are the schedule's.
         config: The simulator's settings; the tiers get the same. Answers by meaning are left out.
         schedule: Stages in order; the first needs knobs.
         store: The shared tier, e.g. a :class:`serving.tiers.redis.RedisTier` whose deadlines and touch interval are longer than
-            the replay: they go by the wall clock, all else by the trace's. It is closed at the end.
+            the replay: they go by the wall clock, all else by the trace's. It is closed at the end. None: the memory tier is the
+            whole cache.
 
     Returns:
         One row per window: ``window``, ``at`` (seconds), ``requests``, and for each of ``hit_ratio``, ``memory``, ``redis`` (hit
@@ -70,9 +80,31 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
     if not schedule or schedule[0].knobs is None:
         raise ValueError("fidelity: schedule: expected at least one stage, the first with knobs")
     at_once = UpstreamModel(slots=1, ttft=0.0, tpot=0.0)
-    config = replace(config, upstream=at_once, ghost_keys=0, refreshes_inflight=1, semantic=False)
+    config = replace(config, upstream=at_once, ghost_keys=0, refreshes_inflight=1, semantic=False, store=store is not None)
     simulator = CacheSimulator(trace, config, schedule[0].knobs)
-    live = _LiveTiers(trace, config, store)
+    with ExitStack() as stack:
+        memory: LocalTier = MemoryTier()
+        if config.memory_eviction == "clock":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fidelity-"))
+            largest = max(stage.knobs.cache_size for stage in schedule if stage.knobs is not None)
+            memory = arena_for(trace, largest, Path(folder))
+        return await _replay(trace, schedule, simulator, _LiveTiers(trace, config, memory, store))
+
+
+def arena_for(trace: Trace, largest: int, folder: Path) -> ArenaTier:
+    """Return an arena for the trace's entries that neither room nor places in the index ever make evict, but the budget alone.
+
+    Args:
+        trace: The workload.
+        largest: The largest budget, bytes.
+        folder: Where its file is made.
+    """
+    mean = int(trace.size.mean()) if len(trace) else 1024
+    return ArenaTier(folder / "arena", 4 * largest + 16 * MIB, entry_bytes=max(128, mean // 2))
+
+
+async def _replay(trace: Trace, schedule: Sequence[Stage], simulator: CacheSimulator, live: _LiveTiers) -> pd.DataFrame:
+    assert schedule[0].knobs is not None
     rows: list[dict[str, float]] = []
     await live.cache.apply({_ARM: schedule[0].knobs})
     await live.cache.flush(_ARM)
@@ -86,6 +118,7 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
             if stage.flush:
                 simulator.flush()
                 await live.cache.flush(_ARM)
+            await live.settle()
             for _ in range(stage.windows):
                 signals = simulator.step(stage.duration).signals
                 measured = await live.run(simulator.now)
@@ -109,12 +142,15 @@ async def compare(trace: Trace, config: SimConfig, schedule: Sequence[Stage], st
 class _LiveTiers:
     """The gateway's tiers and warm-up, driven by a trace's clock."""
 
-    def __init__(self, trace: Trace, config: SimConfig, store: Tier) -> None:
+    def __init__(self, trace: Trace, config: SimConfig, memory: LocalTier, store: Tier | None) -> None:
         self._trace = trace
+        self._memory = memory
+        self._numbers = store if isinstance(store, Store) else None
+        self._whole = memory.name if store is None else store.name
         self._chain = trace.chain if config.prefix else np.zeros(len(trace), np.int32)
         self._broken = False
         self.cache = TieredCache(
-            memory=MemoryTier(),
+            memory=memory,
             store=store,
             vectors=None,
             rules=CacheRules(config.l1_share, config.ttl_jitter, config.staleness_half_life),
@@ -129,9 +165,24 @@ class _LiveTiers:
         self._answers = asyncio.Lock()
         self.start = 0
 
+    async def settle(self) -> None:
+        """Wait until the memory tier has heard what left the store: at once, by the trace's clock.
+
+        Raises:
+            TimeoutError: If it does not hear of it.
+        """
+        if self._numbers is not None:
+            last = await self._numbers.removals(_ARM)
+            async with asyncio.timeout(_PATIENCE):
+                while self._memory.mark_now(_ARM) < last:
+                    await asyncio.sleep(0)
+
     async def evictions(self) -> int:
-        stats = await self.cache.stats(_ARM)
-        return stats["redis"].evictions
+        return (await self._held()).evictions
+
+    async def _held(self) -> TierStats:
+        """What the tier holds that has everything."""
+        return (await self.cache.stats(_ARM))[self._whole]
 
     async def run(self, until: float) -> dict[str, float]:
         """Answer the requests that arrive before ``until``; return what the window was like."""
@@ -145,6 +196,7 @@ class _LiveTiers:
                 self._tick_at = self._next_tick
                 await self._warmer.tick(self._next_tick)
                 await self._warmer.drain()
+                await self.settle()
                 self._next_tick += self._period
             if due >= until:
                 break
@@ -163,17 +215,18 @@ class _LiveTiers:
                 hits[found.tier] += 1
             else:
                 await self.cache.put(_ARM, self._entry(key, self._row, due), now=due)
+                await self.settle()
             self._row += 1
         requests = self._row - first
-        stats = await self.cache.stats(_ARM)
-        evictions, self.start = stats["redis"].evictions - self.start, stats["redis"].evictions
+        held = await self._held()
+        evictions, self.start = held.evictions - self.start, held.evictions
         return {
             "hit_ratio": sum(hits.values()) / requests if requests else math.nan,
             **{tier: count / requests if requests else math.nan for tier, count in hits.items()},
             "evictions": float(evictions),
             "expirations": float(expirations),
             "refreshes": float(self._refreshes),
-            "resident_bytes": float(stats["redis"].bytes),
+            "resident_bytes": float(held.bytes),
         }
 
     async def _refresh(self, arm: str, request: Remembered) -> None:

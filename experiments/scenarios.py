@@ -10,7 +10,7 @@ import numpy as np
 
 from envs.cache_env import Scenario
 from envs.objective import GIB, Prices
-from envs.simulator import SimConfig
+from envs.simulator import MemoryEviction, SimConfig
 from envs.workloads import Trace, sessions
 from serving.keys import mix64
 from serving.knobs import Knobs, KnobSpace
@@ -22,6 +22,10 @@ CONTENTION = 0.5
 HEADROOM = 1.5
 """A made model takes 0.3 s for a mean request that runs alone, a quarter of it to the first token, half as much again when all
 slots are busy; it is sized with 50 % headroom over the load that it is meant for."""
+
+MEMORY_EVICTION: MemoryEviction = "lru"
+"""Of the memory tier in training and evaluation: what the shipped policies were trained with, so that both can be repeated to the
+bit. The gateway's is ``clock`` by default, which moves hits between two tiers and hardly anything else (docs/environment.md)."""
 
 STATIC_SHARE = 1.0 / 16.0
 """Share of the static setting's size in the largest."""
@@ -83,6 +87,7 @@ def scale_to(
         prices = replace(prices, memory_gib_hour=share * spent / (space.max_size / GIB * trace.duration / 3600.0))
     config = SimConfig(
         space=space,
+        memory_eviction=MEMORY_EVICTION,
         upstream=model_for(misses_per_second, float(trace.output_tokens.mean())),
         staleness_half_life=3600.0 * _log_uniform(rng, *scale.half_life_hours) / compression,
         prices=prices,

@@ -31,7 +31,7 @@ from envs.workloads.entry import entry_bytes
 from envs.workloads.errors import TraceError
 from envs.workloads.generators import DAY, answer_tokens, question_tokens, zipf_ranks
 from envs.workloads.patterns import add_documents, add_flash_crowd, add_releases, alternate, day_and_night
-from experiments.scenarios import scale_to, session_trace
+from experiments.scenarios import MEMORY_EVICTION, scale_to, session_trace
 from serving.hotset import WarmupRules
 from serving.keys import mix64, mix64_array
 from serving.knobs import Knobs, KnobSpace
@@ -327,6 +327,7 @@ def scenario_of(trace: Trace, interval: float, economy: Economy) -> Scenario:
     )
     config = SimConfig(
         space=space,
+        memory_eviction=MEMORY_EVICTION,
         upstream=replace(model, slots=slots),
         staleness_half_life=economy.half_life,
         prices=prices,

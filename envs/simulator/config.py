@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from envs.objective import Prices
 from serving.hotset import WarmupRules
 from serving.knobs import KnobSpace
 from serving.latency import UpstreamModel
+
+MemoryEviction = Literal["lru", "clock"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,10 @@ class SimConfig:
     Attributes:
         space: Bounds of the knobs and grid of the ghost curve.
         l1_share: Share of ``cache_size`` that may be resident in the memory tier, 0..1.
+        memory_eviction: Who goes from the memory tier: ``clock`` as in the arena that a node's replicas share
+            (:mod:`serving.arena.eviction`), ``lru`` as in a replica's own (:class:`serving.tiers.memory.MemoryTier`).
+        store: Whether there is a store behind the memory tier. Without one the memory tier is the whole cache, all of
+            ``cache_size`` whatever ``l1_share`` says, and ``memory_eviction`` decides what is in it.
         ttl_jitter: Width of the per-key jitter on the TTL, 0 to below 1.
         staleness_half_life: Age at which an answer is outdated with probability 1/2, seconds; inf for never.
         upstream: Latency of the model.
@@ -38,6 +45,8 @@ class SimConfig:
 
     space: KnobSpace = field(default_factory=KnobSpace)
     l1_share: float = 0.25
+    memory_eviction: MemoryEviction = "clock"
+    store: bool = True
     ttl_jitter: float = 0.1
     staleness_half_life: float = math.inf
     upstream: UpstreamModel = field(default_factory=UpstreamModel)
@@ -55,6 +64,9 @@ class SimConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.l1_share <= 1.0:
             raise ValueError(f"simulator: l1_share: expected a share between 0 and 1, got {self.l1_share!r}")
+        if self.memory_eviction not in get_args(MemoryEviction):
+            expected = " or ".join(map(repr, get_args(MemoryEviction)))
+            raise ValueError(f"simulator: memory_eviction: expected {expected}, got {self.memory_eviction!r}")
         if not 0.0 <= self.ttl_jitter < 1.0:
             raise ValueError(f"simulator: ttl_jitter: expected a width from 0 to below 1, got {self.ttl_jitter!r}")
         if not self.staleness_half_life > 0:

@@ -3,8 +3,10 @@
 Recency is a log, not a list. Every access appends its key to a ring and notes the place in the key's record; an entry of the ring
 whose key has moved on since is skipped when it is met. The least recently used entry is the first one from the tail that is still
 in place, so that an access touches one record and appends to memory that is written in order, where a linked list would touch
-three records far apart. Each place of the ring is passed once, so eviction costs O(1) amortised. The memory tier follows the same
-accesses with a smaller budget: its entries are a part of the store's, in the same order, and it needs only a tail of its own.
+three records far apart. Each place of the ring is passed once, so eviction costs O(1) amortised. The memory tier's entries are a
+part of the store's. If it is LRU it follows the same accesses with a smaller budget, in the same order, and needs only a tail of
+its own; if it is CLOCK it has a queue of its own (:mod:`envs.simulator.clock`), which without a store decides what the cache has
+at all.
 
 The hot set is counted when a warm-up round asks for it, from the requests since the last one: a cache that is not warmed does not
 pay for it.
@@ -16,9 +18,12 @@ import math
 
 import numpy as np
 
+from envs.simulator.clock import enqueue, make_room, next_to_go
+from envs.simulator.entries import drop, join_group, leave_group
 from envs.simulator.hot_set import count_hot
 from envs.simulator.state import (
     ALL_BYTES,
+    ALONE,
     ASKED_INPUT,
     ASKED_OUTPUT,
     ASKED_SIZE,
@@ -27,6 +32,7 @@ from envs.simulator.state import (
     BUDGET,
     BURST,
     BUSY_SECONDS,
+    CLOCK,
     CONTENTION,
     DOCUMENTS,
     EARLY,
@@ -53,7 +59,6 @@ from envs.simulator.state import (
     MIN_SCORE,
     MISS_SECONDS,
     MISSES,
-    NEWER,
     NEXT_TICK,
     OLDER,
     OUTPUT,
@@ -61,6 +66,8 @@ from envs.simulator.state import (
     PERIOD,
     POSITION,
     PREFIX,
+    QUEUE_HEAD,
+    QUEUE_TAIL,
     REFRESH_AHEAD,
     REFRESH_INPUT,
     REFRESH_OUTPUT,
@@ -75,6 +82,7 @@ from envs.simulator.state import (
     TTFT,
     TTL,
     UPDATE,
+    USED,
     VECTOR_HITS,
     WAIT_SECONDS,
     WARMUP,
@@ -96,45 +104,23 @@ _LN2 = math.log(2.0)
 
 
 @compiled(allocates=False)
-def _leave_group(state: State, key: int) -> None:
-    kin = state.kin
-    newer, older = kin[key, NEWER], kin[key, OLDER]
-    if newer:
-        kin[newer, OLDER] = older
-    else:
-        state.newest[kin[key, GROUP]] = older
-    if older:
-        kin[older, NEWER] = newer
-
-
-@compiled(allocates=False)
-def _join_group(state: State, key: int, group: int) -> None:
-    kin, front = state.kin, state.newest[group]
-    kin[key, NEWER], kin[key, OLDER], kin[key, GROUP] = 0, front, group
-    if front:
-        kin[front, NEWER] = key
-    state.newest[group] = key
-
-
-@compiled(allocates=False)
-def _drop(state: State, key: int) -> None:
-    """Remove the entry from both tiers."""
-    record, ints = state.records[key], state.ints
-    if record.held > 0:
-        ints[STORE_BYTES] -= record.held
-        ints[STORE_ENTRIES] -= 1
-        if record.resident:
-            ints[MEMORY_BYTES] -= record.held
-            ints[MEMORY_ENTRIES] -= 1
-            record.resident = 0
-        record.held = 0
-        if state.params[MATCH] > 0.0 and state.kin[key, GROUP]:
-            _leave_group(state, key)
-
-
-@compiled(allocates=False)
 def trim(state: State) -> int:
-    """Evict, oldest first, what exceeds the budgets; return how many the store lost."""
+    """Evict what exceeds the budgets, as the gateway does when they change; return how many entries the cache has lost."""
+    ints, params = state.ints, state.params
+    lost = 0
+    if params[ALONE] > 0.0:
+        params[MEMORY_BUDGET] = params[BUDGET]
+    if params[CLOCK] > 0.0:  # before the store: who goes depends on what is there
+        lost = make_room(state, 0)
+    lost += _trim_store(state)
+    if ints[MEMORY_BYTES] > params[MEMORY_BUDGET]:
+        _trim_memory(state)
+    return lost
+
+
+@compiled(allocates=False)
+def _trim_store(state: State) -> int:
+    """Evict from the store, oldest first, what exceeds its budget; return how many entries."""
     ints, params, ring, records = state.ints, state.params, state.ring, state.records
     mask = len(ring) - 1
     evicted = 0
@@ -143,8 +129,17 @@ def trim(state: State) -> int:
         key = ring[place]
         ints[TAIL] += 1
         if records[key].place == place and records[key].held > 0:
-            _drop(state, key)
+            drop(state, key)
             evicted += 1
+    ints[EVICTIONS] += evicted
+    return evicted
+
+
+@compiled(allocates=False)
+def _trim_memory(state: State) -> None:
+    """Evict from a memory tier that is LRU, oldest first, what exceeds its budget."""
+    ints, params, ring, records = state.ints, state.params, state.ring, state.records
+    mask = len(ring) - 1
     ints[MEMORY_TAIL] = max(ints[MEMORY_TAIL], ints[TAIL])
     while ints[MEMORY_BYTES] > params[MEMORY_BUDGET]:
         place = ints[MEMORY_TAIL] & mask
@@ -154,8 +149,6 @@ def trim(state: State) -> int:
             record.resident = 0
             ints[MEMORY_BYTES] -= record.held
             ints[MEMORY_ENTRIES] -= 1
-    ints[EVICTIONS] += evicted
-    return evicted
 
 
 @compiled(allocates=False)
@@ -195,32 +188,39 @@ def _touch(state: State, key: int) -> None:
 
 @compiled(allocates=False)
 def _promote(state: State, key: int) -> None:
-    """Put the entry of the store into the memory tier too."""
-    record = state.records[key]
-    if record.held <= state.params[MEMORY_BUDGET]:
+    """Put an entry of the cache that is not resident into the memory tier, if that has room for it at all."""
+    record, ints, params = state.records[key], state.ints, state.params
+    if record.held <= params[MEMORY_BUDGET]:
+        if params[CLOCK] > 0.0:
+            make_room(state, record.held)
+            enqueue(state.records, state.queue, ints, key)
         record.resident = 1
-        state.ints[MEMORY_BYTES] += record.held
-        state.ints[MEMORY_ENTRIES] += 1
+        ints[MEMORY_BYTES] += record.held
+        ints[MEMORY_ENTRIES] += 1
+        if ints[MEMORY_BYTES] > params[MEMORY_BUDGET]:
+            _trim_memory(state)
 
 
 @compiled(allocates=False)
 def _put(state: State, key: int, size: int, group: int, now: float) -> None:
-    _drop(state, key)
+    """Store an answer, first in the store, then in memory."""
+    drop(state, key)
     record = state.records[key]
     if size <= state.params[BUDGET]:
+        if state.params[ALONE] > 0.0 and state.params[CLOCK] > 0.0:
+            make_room(state, size)  # the memory tier decides, and the store then has room
         _touch(state, key)
         record.written = now
         record.held = size
         state.ints[STORE_BYTES] += size
         state.ints[STORE_ENTRIES] += 1
-        _promote(state, key)
         if state.params[MATCH] > 0.0:
             if group:
-                _join_group(state, key, group)
+                join_group(state, key, group)
             else:
                 state.kin[key, GROUP] = 0
-    if state.ints[STORE_BYTES] > state.params[BUDGET] or state.ints[MEMORY_BYTES] > state.params[MEMORY_BUDGET]:
-        trim(state)
+        _trim_store(state)
+        _promote(state, key)
 
 
 @compiled(allocates=False)
@@ -359,10 +359,10 @@ def _serve_relative(state: State, columns: Columns, key: int, row: int, now: flo
     ints, floats, params = state.ints, state.floats, state.params
     record = state.records[key]
     _touch(state, key)
-    if not record.resident:
+    if record.resident:
+        record.resident = USED
+    else:
         _promote(state, key)
-        if ints[MEMORY_BYTES] > params[MEMORY_BUDGET]:
-            trim(state)
     ints[VECTOR_HITS] += 1
     ints[HIT_BYTES] += record.held
     if params[DOCUMENTS] > 0.0 and record.written < state.updated[columns.document[row]]:
@@ -385,6 +385,9 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
     ttl, jitter, half_life, match = params[TTL], params[JITTER], params[HALF_LIFE], params[MATCH]
     ttft, tpot, contention = params[TTFT], params[TPOT], params[CONTENTION] / len(busy)
     prefix, documents, aging = params[PREFIX] > 0.0, params[DOCUMENTS] > 0.0, half_life < math.inf
+    clock, alone, queue = params[CLOCK] > 0.0, params[ALONE] > 0.0, state.queue
+    # Where the memory tier decides who goes, the store never does.
+    store_budget = np.iinfo(np.int64).max if clock and alone else budget
     mask = len(ring) - 1
     row, count, early = ints[POSITION], len(times), 0
     stale = floats[STALE]
@@ -418,6 +421,7 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
                 stale += 1.0 - math.exp(-_LN2 * max(now - record.written, 0.0) / half_life)
             ints[HIT_BYTES] += held
             if record.resident:
+                record.resident = USED
                 ints[MEMORY_HITS] += 1
             else:
                 ints[STORE_HITS] += 1
@@ -448,7 +452,7 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
                     record.resident = 0
                 record.held = 0
                 if match > 0.0 and state.kin[key, GROUP]:
-                    _leave_group(state, key)
+                    leave_group(state, key)
             held = 0
             if size <= budget:
                 record.written = now
@@ -456,19 +460,15 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
                 ints[STORE_BYTES] += size
                 ints[STORE_ENTRIES] += 1
                 if match > 0.0:
-                    _join_group(state, key, columns.group[row])
+                    join_group(state, key, columns.group[row])
         ints[BROKEN] = not hit
         if held > 0:
             place = ints[HEAD] & mask
             ring[place] = key
             record.place = place
             ints[HEAD] += 1
-            if not record.resident and held <= memory_budget:
-                record.resident = 1
-                ints[MEMORY_BYTES] += held
-                ints[MEMORY_ENTRIES] += 1
-            # As in :func:`trim`.
-            while ints[STORE_BYTES] > budget:
+            # As in :func:`_trim_store`.
+            while ints[STORE_BYTES] > store_budget:
                 place = ints[TAIL] & mask
                 ints[TAIL] += 1
                 other = ring[place]
@@ -483,7 +483,27 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
                         oldest.resident = 0
                     oldest.held = 0
                     if match > 0.0 and state.kin[other, GROUP]:
-                        _leave_group(state, other)
+                        leave_group(state, other)
+            if not record.resident and held <= memory_budget:
+                if clock:
+                    # As in :func:`envs.simulator.clock.make_room`.
+                    while ints[MEMORY_BYTES] + held > memory_budget:
+                        other = next_to_go(records, queue, ints)
+                        oldest = records[other]
+                        ints[MEMORY_BYTES] -= oldest.held
+                        ints[MEMORY_ENTRIES] -= 1
+                        oldest.resident = 0
+                        if alone:
+                            ints[STORE_BYTES] -= oldest.held
+                            ints[STORE_ENTRIES] -= 1
+                            ints[EVICTIONS] += 1
+                            oldest.held = 0
+                            if match > 0.0 and state.kin[other, GROUP]:
+                                leave_group(state, other)
+                    enqueue(records, queue, ints, key)
+                record.resident = 1
+                ints[MEMORY_BYTES] += held
+                ints[MEMORY_ENTRIES] += 1
             if ints[MEMORY_BYTES] > memory_budget:
                 ints[MEMORY_TAIL] = max(ints[MEMORY_TAIL], ints[TAIL])
                 while ints[MEMORY_BYTES] > memory_budget:
@@ -507,8 +527,9 @@ def empty(state: State) -> int:
     ints, ring = state.ints, state.ring
     count: int = ints[STORE_ENTRIES]
     for counter in range(ints[TAIL], ints[HEAD]):
-        _drop(state, ring[counter & (len(ring) - 1)])
+        drop(state, ring[counter & (len(ring) - 1)])
     ints[TAIL] = ints[MEMORY_TAIL] = ints[HEAD]
+    ints[QUEUE_TAIL] = ints[QUEUE_HEAD]
     return count
 
 

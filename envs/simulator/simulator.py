@@ -14,6 +14,7 @@ from envs.objective import Usage
 from envs.signals import ArmSignals
 from envs.simulator import kernel
 from envs.simulator import state as k
+from envs.simulator.clock import close_ranks
 from envs.simulator.config import SimConfig
 from envs.simulator.hot_set import count_hot
 from envs.simulator.measure import measure
@@ -54,9 +55,9 @@ class GhostSource(Protocol):
 class CacheSimulator:
     """Replays a trace through one arm of the cache, window by window.
 
-    The rules are the gateway's: byte-weighted LRU over ``cache_size``, a memory tier of ``l1_share`` of it over the same
-    accesses, the TTL decided at read time, warm-up rounds, a flush that spares the hot set; ``tests/contract`` holds the two to
-    each other. Beyond them, what a trace may say of its own:
+    The rules are the gateway's: byte-weighted LRU over ``cache_size``, a memory tier of ``l1_share`` of it that evicts as
+    ``memory_eviction`` says (without a store, that alone), the TTL decided at read time, warm-up rounds, a flush that spares the
+    hot set; ``tests/contract`` holds the two to each other. Beyond them, what a trace may say of its own:
 
     * ``chain``: a prefix block is answered only if the one before it in its request was; else it is made and stored anew.
     * ``group`` and ``match_probability``: a request whose own key has no live entry is answered by a live entry of its group (the
@@ -164,7 +165,7 @@ class CacheSimulator:
         """Put knobs into effect; shrinking evicts at once, oldest first.
 
         Returns:
-            Entries evicted from the store.
+            Entries that the cache has lost by it.
         """
         self.set_knobs(knobs)
         return int(kernel.trim(self._state))
@@ -182,7 +183,7 @@ class CacheSimulator:
         """Remove every entry; the hot set stays, so that warm-up can bring back what is hot.
 
         Returns:
-            Entries removed from the store.
+            How many there were.
         """
         if self._ghost is not None:
             self._ghost.flush()
@@ -412,11 +413,13 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
     params[k.REFRESH_AHEAD] = warmup.refresh_ahead
     params[k.REFRESH_RATE], params[k.BURST] = warmup.refreshes_per_second, max(1.0, warmup.burst)
     params[k.MATCH] = trace.match_probability if config.semantic else 0.0
+    params[k.CLOCK], params[k.ALONE] = config.memory_eviction == "clock", not config.store
     places = 2 * warmup.capacity + 1
     state = k.State(
         records=np.zeros(1, k.RECORD),
         names=np.zeros(1, np.uint64),
         ring=np.zeros(1, np.int32),
+        queue=np.zeros(1, np.int32),
         kin=np.zeros((1, 3), np.int32),
         newest=np.zeros(1, np.int32),
         updated=np.full(1, -math.inf),
@@ -455,6 +458,9 @@ def _grown(state: k.State, prepared: PreparedTrace, config: SimConfig) -> k.Stat
             # First: it writes the new places into the records that are copied next.
             arrays["ring"] = np.zeros(1 << (2 * room).bit_length(), np.int32)
             kernel.compact(state, arrays["ring"])
+            if config.memory_eviction == "clock":
+                arrays["queue"] = np.zeros(len(arrays["ring"]), np.int32)
+                close_ranks(state.records, state.queue, state.ints, arrays["queue"])
             for name in ("records", "weight_of", "asked") + (("kin",) if semantic else ()):
                 arrays[name] = _longer(arrays[name], room)
         arrays["names"] = numberings.keys.names.copy()

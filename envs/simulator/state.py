@@ -16,13 +16,17 @@ Records = Any
 
 RECORD = np.dtype(
     {
-        "names": ["written", "unit", "held", "place", "resident"],
-        "formats": [np.float64, np.float64, np.int32, np.int32, np.int32],
+        "names": ["written", "unit", "held", "place", "resident", "queued"],
+        "formats": [np.float64, np.float64, np.int32, np.int32, np.int32, np.int32],
         "itemsize": 32,
     }
 )
 """What is known of a key, half a cache line: when its entry was written, where in 0..1 its TTL jitter lies, bytes held in the
-store (0: not there), its place in the ring, whether it is resident in the memory tier."""
+store (0: not there), its place in the ring, whether it is resident in the memory tier (0: not; 1; :data:`USED`), its place in the
+memory tier's queue."""
+
+USED = 2
+"""Of an entry resident in the memory tier: it was used since it came or was spared."""
 
 # columns of ``asked``: what the key's last request was like; whether its weight has changed since the hot set was merged
 ASKED_SIZE, ASKED_INPUT, ASKED_OUTPUT, CHANGED = range(4)
@@ -30,11 +34,11 @@ ASKED_SIZE, ASKED_INPUT, ASKED_OUTPUT, CHANGED = range(4)
 NEWER, OLDER, GROUP = range(3)
 # ``ints``: state, then the window's counters
 (
-    POSITION, HEAD, TAIL, MEMORY_TAIL, STORE_BYTES, STORE_ENTRIES, MEMORY_BYTES, MEMORY_ENTRIES, HOT_KEYS, HOT_ROW,
-    PENDING, UPDATE, FLUSH, BROKEN, EARLY, IN_FLIGHT,
+    POSITION, HEAD, TAIL, MEMORY_TAIL, QUEUE_HEAD, QUEUE_TAIL, STORE_BYTES, STORE_ENTRIES, MEMORY_BYTES, MEMORY_ENTRIES, HOT_KEYS,
+    HOT_ROW, PENDING, UPDATE, FLUSH, BROKEN, EARLY, IN_FLIGHT,
     MEMORY_HITS, STORE_HITS, VECTOR_HITS, MISSES, EVICTIONS, EXPIRATIONS, INPUT, OUTPUT, REFRESH_INPUT, REFRESH_OUTPUT, REFRESHES,
     HIT_BYTES, ALL_BYTES, N_INTS,
-) = range(30)  # fmt: skip
+) = range(32)  # fmt: skip
 FIRST_COUNTER = MEMORY_HITS
 # ``floats``: state, then the window's sums
 (NEXT_TICK, BUCKET, LANDMARK, LAST_START, STALE, MISS_SECONDS, BUSY_SECONDS, WAIT_SECONDS, N_FLOATS) = range(9)
@@ -42,8 +46,9 @@ FIRST_SUM = STALE
 # ``params``
 (
     BUDGET, MEMORY_BUDGET, TTL, WARMUP, JITTER, HALF_LIFE, MEMORY_LATENCY, STORE_LATENCY, VECTOR_LATENCY, TTFT, TPOT, CONTENTION,
-    HOT_CAPACITY, HOT_HALF_LIFE, MIN_SCORE, PERIOD, REFRESH_AHEAD, REFRESH_RATE, BURST, PREFIX, MATCH, DOCUMENTS, N_PARAMS,
-) = range(23)  # fmt: skip
+    HOT_CAPACITY, HOT_HALF_LIFE, MIN_SCORE, PERIOD, REFRESH_AHEAD, REFRESH_RATE, BURST, PREFIX, MATCH, DOCUMENTS, CLOCK, ALONE,
+    N_PARAMS,
+) = range(25)  # fmt: skip
 # what a window comes to: :func:`measure`
 SIGNALS = (
     "requests", "qps", "hit_ratio", "memory", "redis", "vector", "p50", "p99", "latency_sum", "hit_latency", "miss_latency",
@@ -60,6 +65,7 @@ class State(NamedTuple):
         records: What is known of each key, :data:`RECORD`, (K + 1,).
         names: 64-bit name of each key, (K + 1,).
         ring: Keys in the order of their accesses, a power of two of at least ``2 * K`` places.
+        queue: Keys in the order in which they came into the memory tier or were spared there, likewise; (1,) where that is LRU.
         kin: Lists of each group's entries by key, (K + 1, 3); (1, 3) where nothing is answered by meaning.
         newest: Newest entry of each group, (groups + 1,).
         updated: When each document changed last, seconds, (documents + 1,).
@@ -85,6 +91,7 @@ class State(NamedTuple):
     records: Records
     names: Names
     ring: Places
+    queue: Places
     kin: Places
     newest: Places
     updated: Floats

@@ -46,7 +46,8 @@ class ReferenceSimulator:
     def __init__(self, trace: Trace, config: SimConfig, knobs: Knobs) -> None:
         self.trace, self.config, self.now, self.row = trace, config, 0.0, 0
         self.store: OrderedDict[int, tuple[int, float]] = OrderedDict()  # key -> size, written at; least recently used first
-        self.memory: OrderedDict[int, int] = OrderedDict()
+        self.memory: OrderedDict[int, int] = OrderedDict()  # key -> size; who is asked first whether to go, first
+        self.used: set[int] = set()  # in memory, since they came or were spared
         self.hot: HotSet[int] = HotSet(config.warmup)
         self.bucket = TokenBucket(config.warmup.refreshes_per_second, max(1.0, config.warmup.burst))
         self.bucket.available(0.0)
@@ -71,29 +72,58 @@ class ReferenceSimulator:
         self.newest.clear()
         self.store.clear()
         self.memory.clear()
+        self.used.clear()
+
+    @property
+    def memory_budget(self) -> int:
+        return int(self.knobs.cache_size * (self.config.l1_share if self.config.store else 1.0))
 
     def trim(self) -> None:
+        """As when budgets change: memory first."""
+        if self.config.memory_eviction == "clock":
+            self.trim_memory(self.memory_budget)
+        self.trim_store()
+        self.trim_memory(self.memory_budget)
+
+    def trim_store(self) -> None:
         while sum(size for size, _ in self.store.values()) > self.knobs.cache_size:
-            key, _ = self.store.popitem(last=False)
-            self.memory.pop(key, None)
-            self.newest.remove(key)
-            self.window.evictions += 1
-        while sum(self.memory.values()) > int(self.knobs.cache_size * self.config.l1_share):
-            self.memory.popitem(last=False)
+            self.lose(next(iter(self.store)))
+
+    def trim_memory(self, most: int) -> None:
+        while sum(self.memory.values()) > most:
+            key, size = self.memory.popitem(last=False)
+            if self.config.memory_eviction == "clock" and key in self.used:
+                self.used.discard(key)
+                self.memory[key] = size
+            elif not self.config.store:
+                self.lose(key)
+
+    def lose(self, key: int) -> None:
+        self.store.pop(key)
+        self.memory.pop(key, None)
+        self.newest.remove(key)
+        self.window.evictions += 1
 
     def put(self, key: int, size: int, now: float) -> None:
+        """First in the store, then in memory."""
         if self.store.pop(key, None) is not None:
             self.newest.remove(key)
+        self.memory.pop(key, None)
         if size <= self.knobs.cache_size:
+            if not self.config.store and self.config.memory_eviction == "clock":
+                self.trim_memory(self.memory_budget - size)
             self.store[key] = (size, now)
             self.newest.append(key)
+            self.trim_store()
         self.promote(key, size)
 
     def promote(self, key: int, size: int) -> None:
-        self.memory.pop(key, None)
-        if size <= int(self.knobs.cache_size * self.config.l1_share):
+        if size <= self.memory_budget:
+            if self.config.memory_eviction == "clock":
+                self.trim_memory(self.memory_budget - size)
             self.memory[key] = size
-        self.trim()
+            self.used.discard(key)
+            self.trim_memory(self.memory_budget)
 
     def live(self, key: int, now: float, ahead: float = 0.0) -> bool:
         if key not in self.store:
@@ -141,10 +171,12 @@ class ReferenceSimulator:
         size, written = self.store[key]
         self.store.move_to_end(key)
         resident = key in self.memory
-        if resident:
+        if not resident:
+            self.promote(key, size)
+        elif self.config.memory_eviction == "lru":
             self.memory.move_to_end(key)
         else:
-            self.promote(key, size)
+            self.used.add(key)
         changed = self.updated.get(int(self.trace.document[row]), -math.inf)
         self.window.stale += 1.0 if written < changed else 1.0 - 0.5 ** ((now - written) / self.config.staleness_half_life)
         self.window.hit_bytes += size

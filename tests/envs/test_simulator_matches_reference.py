@@ -41,6 +41,8 @@ all_knobs = st.builds(
 configs = st.builds(
     SimConfig,
     l1_share=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    memory_eviction=st.sampled_from(["lru", "clock"]),
+    store=st.booleans(),
     ttl_jitter=st.sampled_from([0.0, 0.1, 0.5]),
     staleness_half_life=st.sampled_from([5.0, float("inf")]),
     upstream=st.builds(
