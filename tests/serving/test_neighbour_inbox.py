@@ -107,6 +107,16 @@ def test_turns_are_bounded_and_peers_are_served_alike() -> None:
     assert rest == greedy.count - 1
 
 
+def test_even_turns_of_one_go_round() -> None:
+    box, _ = inbox(MOST_SLOTS)
+    peers = [box.grant() for _ in range(3)]
+    for number, granted in enumerate(peers):
+        for slot in range(4):
+            write(box, granted.first + slot, entry(10 * number + slot))
+    order = [arrived.key for _ in range(6) for arrived in box.take(1, 0.0)[0]]
+    assert order == [key(number) for number in (0, 10, 20, 1, 11, 21)]
+
+
 def test_what_is_written_into_slots_that_nobody_has_is_not_looked_at() -> None:
     box, taken = inbox()
     box.grant()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.arena.layout import VERSION, Geometry, digest, digest_tag, home_bucket, slot_word
+from serving.arena.layout import R_KEY, R_LENGTH, VERSION, Geometry, digest, digest_tag, home_bucket, slot_word
 from serving.neighbours.link import LARGEST_READ, Hello, LinkLost
 from serving.neighbours.lookup import ATTEMPTS, RemoteArena, to_entry
 from serving.tiers.arena import ArenaTier
@@ -89,7 +89,9 @@ async def test_bytes_that_were_changed_on_the_way_never_make_a_wrong_answer(
     arena: ArenaTier, number: int, data: st.DataObject
 ) -> None:
     def spoil(_: int, answer: bytes) -> bytes:
-        kind = data.draw(st.sampled_from(["as it is", "flipped", "rubbish", "short", "long", "zeros", "elsewhere", "shifted"]))
+        kind = data.draw(
+            st.sampled_from(["as it is", "flipped", "rubbish", "short", "stub", "long", "zeros", "elsewhere", "shifted"])
+        )
         if kind == "flipped":
             changed = bytearray(answer)
             for place in data.draw(st.lists(st.integers(0, len(answer) - 1), min_size=1, max_size=5)):
@@ -129,6 +131,17 @@ async def test_slots_that_point_anywhere_are_not_followed_outside(
     entry = await look(memory, number)
     if entry is not None:
         check(number, entry)
+    assert len(memory.reads) <= MOST_READS
+
+
+@pytest.mark.parametrize("length", [2000, 2**16, 2**31, 2**32 - 1])
+async def test_a_record_that_says_it_is_longer_than_its_room_is_a_miss(arena: ArenaTier, length: int) -> None:
+    memory = Memory(arena.mapping.words.tobytes(), arena.mapping.geometry)
+    at = memory.content.index(key(20)) - 8 * R_KEY
+    (before,) = struct.unpack_from("<Q", memory.content, at + 8 * R_LENGTH)
+    assert before & 0xFFFFFFFF < length
+    struct.pack_into("<Q", memory.content, at + 8 * R_LENGTH, before >> 32 << 32 | length)
+    assert await look(memory, 20) is None
     assert len(memory.reads) <= MOST_READS
 
 

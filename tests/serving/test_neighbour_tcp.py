@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,31 @@ def test_messages_are_cut_right_however_the_bytes_come(messages: list[bytes], cu
         stream = stream[cut:]
     framed.data_received(stream)
     assert got == messages
+
+
+async def test_a_message_that_would_be_too_long_ends_the_connection_before_it_comes() -> None:
+    ends: list[str] = []
+    incoming: asyncio.Queue[Framed] = asyncio.Queue()
+
+    class Incoming(Framed):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self.ended = ends.append
+            incoming.put_nowait(self)
+
+    listening = await asyncio.get_running_loop().create_server(lambda: Incoming(100), "127.0.0.1", 0)
+    stream, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+    connection = await incoming.get()
+    writer.write(struct.pack("<I", 100) + bytes(100))
+    writer.write(struct.pack("<I", 101))
+    await until(lambda: bool(ends), "the end")
+    assert ends == ["a message of 101 bytes, where at most 100 are expected"]
+    assert not connection.open
+    connection.send(b"of no use")
+    with suppress(ConnectionError):
+        assert await stream.read() == b""
+    writer.close()
+    listening.close()
 
 
 # -- owners that know the secret and break the protocol ----------------------------------------------------------------------
