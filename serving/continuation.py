@@ -26,7 +26,7 @@ _TIME = re.compile(rb'"created"\s*:\s*([0-9]+)[^0-9]')
 
 
 class Diverged(RuntimeError):
-    """The new stream does not repeat what the old one said."""
+    """The new stream does not repeat what the old one said. Its message has no word of either: it may be logged."""
 
 
 class Continuation:
@@ -94,7 +94,8 @@ class Continuation:
             return b"" if self._had_done else self._joined(raw)
         chunk = chunk_of(event)
         if chunk is None or chunk.get("error"):
-            raise Diverged(f"continuation: expected a chunk of an answer, got {event.data[:200]!r}")
+            what = "an error" if chunk is not None else f"{len(event.data)} bytes that are no JSON object"
+            raise Diverged(f"continuation: expected a chunk of an answer, got {what}")
         if not chunk.get("choices"):
             return b"" if self._had_usage or chunk.get("usage") is None else self._joined(self._as_before(raw, chunk))
         changed = new = False

@@ -20,6 +20,9 @@ from serving.tiers.redis import check_name
 
 _log = logging.getLogger(__name__)
 
+FORGOTTEN_AFTER = 20.0
+"""How many times the life of a report it is kept where nobody reads it."""
+
 # KEYS: desired. ARGV: expected version, the document, its version, channel -> 0, or the version found if it is another one.
 _WRITE = """
 local found = redis.call('HGET', KEYS[1], 'version') or '0'
@@ -30,9 +33,16 @@ return {1, ARGV[3]}
 """
 
 # The server's clock decides what is forgotten: the replicas' clocks may differ.
-# KEYS: applied. ARGV: replica, report.
+# KEYS: applied. ARGV: replica, report, seconds after which a report is forgotten.
 _REPORT = """
-redis.call('HSET', KEYS[1], ARGV[1], redis.call('TIME')[1] .. ' ' .. ARGV[2])
+local now = tonumber(redis.call('TIME')[1])
+local all = redis.call('HGETALL', KEYS[1])
+for i = 1, #all, 2 do
+  local at = string.match(all[i + 1], '^(%d+) ')
+  if not at or now - tonumber(at) > tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], all[i]) end
+end
+redis.call('HSET', KEYS[1], ARGV[1], now .. ' ' .. ARGV[2])
+redis.call('EXPIRE', KEYS[1], math.ceil(tonumber(ARGV[3])))
 """
 
 # KEYS: applied. ARGV: seconds after which a report is forgotten -> replica, report, ...
@@ -56,7 +66,8 @@ return result
 class RedisConfigStore:
     """Keeps the desired state in one hash, the reports in another; both of one Redis Cluster slot.
 
-    A write is one atomic script: compare the version, set, publish. Every call is one round trip; ``applied`` is O(replicas).
+    A write is one atomic script: compare the version, set, publish. Every call is one round trip; ``report`` and ``applied`` are
+    O(replicas). Reports expire when the last replica has gone; the desired state stays.
     A write whose answer was lost may have happened: read before trying again.
 
     Args:
@@ -153,7 +164,9 @@ class RedisConfigStore:
             ConfigStoreUnavailable: If Redis did not answer in time or refused.
         """
         value = orjson.dumps({"version": applied.version, "reported_at": applied.reported_at})
-        await self._call(lambda: self._report(keys=[self._applied], args=[applied.replica, value]))
+        # The reader says when a report is too old for it. Here it is only seen to that nothing stays for ever.
+        kept = FORGOTTEN_AFTER * self._report_ttl
+        await self._call(lambda: self._report(keys=[self._applied], args=[applied.replica, value, kept]))
 
     async def applied(self) -> list[AppliedState]:
         """Return the replicas that reported lately, by name.

@@ -167,6 +167,26 @@ async def test_a_report_that_is_not_renewed_is_forgotten(redis_url: str, namespa
     await store.close()
 
 
+async def test_reports_do_not_stay_in_redis_when_nobody_reads_them(redis_url: str, namespace: str) -> None:
+    store = RedisConfigStore(redis_url, namespace, report_ttl=0.05)
+    kept = f"cachepilot:{{{namespace}}}:applied"
+    await store.report(AppliedState("gone", 1, 0.0))
+    async with Redis.from_url(redis_url) as redis:
+        assert await redis.ttl(kept) == 1
+
+        async def only_the_living() -> bool:
+            await store.report(AppliedState("living", 1, 0.0))
+            return bool(await redis.hkeys(kept) == [b"living"])
+
+        await until(only_the_living, "the report of a replica that has gone to go as well")
+
+        async def nothing() -> bool:
+            return not await redis.exists(kept)
+
+        await until(nothing, "the last report to expire")
+    await store.close()
+
+
 async def test_an_unreachable_store_says_where_it_was_looked_for(tmp_path: Path) -> None:
     store = RedisConfigStore(f"unix://{tmp_path}/nothing.sock", "x")
     for call in (store.read, store.applied, lambda: store.report(AppliedState("r", 1, 0.0)), lambda: write(store, 0)):

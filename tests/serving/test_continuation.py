@@ -99,6 +99,16 @@ def test_a_stream_with_an_error_in_it_is_not_continued() -> None:
         Continuation(b'data: {"error": {"message": "overloaded"}}\n\n')
 
 
+@pytest.mark.parametrize("fresh", [b"data: SECRET of an answer\n\n", b'data: {"error": {"message": "SECRET"}}\n\n'])
+def test_what_it_says_of_a_divergence_has_no_word_of_the_answer(fresh: bytes) -> None:
+    with pytest.raises(Diverged) as raised:
+        beyond(spoken(["SECRET"], done=False, usage=False, finish=None), fresh)
+    assert "SECRET" not in str(raised.value)
+    with pytest.raises(Diverged) as raised:
+        beyond(spoken(["SECRET"], done=False, usage=False, finish=None), again(["other SECRET"]))
+    assert "SECRET" not in str(raised.value)
+
+
 def test_tool_calls_go_on_under_their_first_id() -> None:
     def call(name: str, number: int) -> list[bytes]:
         head = {"index": 0, "id": name, "type": "function", "function": {"name": "weather", "arguments": ""}}
