@@ -17,13 +17,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import orjson
-
 from serving import recording, sse, validators
 from serving.access_log import Outcome
 from serving.cache import VECTOR, Lookup
 from serving.continuation import Continuation, Diverged
-from serving.fetching import Call, tokens_of
+from serving.fetching import Call
 from serving.flights import FlightFailed, Head, Reader
 from serving.inbound import Disconnected, Inbound, Receive, Refused, Scope, Send, read_body, understand, unless_gone
 from serving.keys import Endpoint, key64
@@ -364,7 +362,7 @@ class Answering:
         outcome, rule = self._how(found, reader)
         entry = flight.entry
         if entry is None and flight.origin == "replica" and flight.state == "complete":
-            entry = _as_kept(call, body, form, x.at)  # by the replica that asked
+            entry = runtime.fetcher.as_kept(call, body, form, head, at=x.at)
         tier = _tier(x, reader)
         if outcome == "collapsed":
             runtime.coalesced(x.arm, by_meaning=tier == VECTOR)
@@ -463,16 +461,6 @@ def _common_headers(outcome: str, rule: str, arm: str, tier: str, version: int) 
         (b"x-cache-rule", rule.encode()),
     ]
     return [*headers, (b"x-cache-tier", tier.encode())] if tier else headers
-
-
-def _as_kept(call: Call, body: bytes, form: Form, at: float) -> Entry:
-    fp = call.asked.fp
-    parsed = recording.to_json(body) if form == "sse" else None
-    if form == "json":
-        loaded = orjson.loads(body)
-        parsed = loaded if isinstance(loaded, dict) else None
-    vector = call.vector or b""
-    return Entry(fp.key, body, at, *tokens_of(parsed), fp.context if vector else b"", vector, call.meta, form)
 
 
 def _begins(inbound: Inbound, validator: str, offset: int) -> Headers:

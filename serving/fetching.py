@@ -26,7 +26,7 @@ from serving.keys import Endpoint
 from serving.metrics import GatewayMetrics
 from serving.policy import Asked, entry_ttl
 from serving.settings import GatewaySettings
-from serving.tiers.base import Entry, EntryMeta
+from serving.tiers.base import Entry, EntryMeta, Form
 from serving.turns import Overloaded
 from serving.upstream import JSON, MOST_TOKENS, Interrupted, Upstream, UpstreamAnswer, overloaded
 
@@ -50,6 +50,7 @@ class Call:
         headers: The headers to send.
         meta: What is kept beside the answer (:class:`serving.tiers.base.EntryMeta`, as JSON).
         vector: Embedding of the last user text; ``b""``: it has none; None: not computed yet.
+        ttl: Seconds that the answer may be kept; None: what its caller asked for.
     """
 
     asked: Asked
@@ -58,6 +59,7 @@ class Call:
     headers: Mapping[str, str]
     meta: bytes = b""
     vector: bytes | None = b""
+    ttl: float | None = None
 
 
 def partial_key(key: bytes) -> bytes:
@@ -193,14 +195,30 @@ class Fetcher:
             return None
         return found[0] if not found[0].complete else None
 
+    def as_kept(self, call: Call, body: bytes, form: Form, head: Head, *, at: float) -> Entry:
+        """Return the entry that another replica has made of its answer to this request, as far as it can be known here.
+
+        Args:
+            call: The request.
+            body: The answer's bytes.
+            form: What they are.
+            head: What came before them.
+            at: When the answer was made, by the clock.
+        """
+        answer = UpstreamAnswer(head.status, body, head.content_type, head.headers)
+        parsed = recording.to_json(body) if form == "sse" else _json_object(answer)
+        return self._entry(call, body, form, parsed, call.vector, head, at)
+
     async def refresh(self, arm: str, call: Call) -> None:
         """Ask anew and replace what is kept; joins the same call where it is under way. Never raises for what the model does."""
         key = call.asked.fp.key
         known = await self._cache.find(arm, key)
-        if known is not None:  # it stays what it was made as, or a flush of its documents would not reach what replaces it
+        if known is not None:
+            # It stays what it was made as: a flush of its documents has to reach what replaces it, and how long it may be kept
+            # was for its first caller to say, not for the one who happened to meet it when it was old.
             made = EntryMeta.load(known[0].meta)
             meta = replace(EntryMeta.load(call.meta), tags=made.tags, documents=made.documents)
-            call = replace(call, meta=meta.dump())
+            call = replace(call, meta=meta.dump(), ttl=known[0].ttl)
         with self._flights.join_or_start(arm, key, self.producer(arm, call, cause="refresh")) as reader:
             try:
                 await reader.body()
@@ -219,7 +237,8 @@ class Fetcher:
         parsed = _json_object(answer)
         refusal = self._billed(arm, call, cause, answer, parsed, len(answer.body), interrupted=False)
         if refusal is None and keep:
-            await self._keep(flight, arm, self._entry(call, answer.body, "json", parsed, await _vector(embedding, call)))
+            entry = self._entry(call, answer.body, "json", parsed, await _vector(embedding, call), flight.head, self._clock())
+            await self._keep(flight, arm, entry)
         if answer.body:
             await flight.append(answer.body)
         flight.finish(refusal is None)
@@ -248,8 +267,8 @@ class Fetcher:
         size = len(body) if body else flight.position
         refusal = self._billed(arm, call, cause, answer, parsed, size, interrupted=interrupted)
         if refusal is None and keep:
-            entry = self._entry(call, body, form, parsed, await _vector(embedding, call))
-            await self._keep(flight, arm, replace(entry, meta=_stamped(entry.meta, flight.head)))
+            entry = self._entry(call, body, form, parsed, await _vector(embedding, call), flight.head, self._clock())
+            await self._keep(flight, arm, entry)
         flight.finish(refusal is None)
 
     async def _go_on(self, flight: Flight, arm: str, call: Call, partial: Entry, cause: str) -> None:
@@ -317,12 +336,23 @@ class Fetcher:
             self._metrics.count("cachepilot_answers_not_kept_total", arm, refusal.value)
         return refusal
 
-    def _entry(self, call: Call, body: bytes, form: Any, parsed: Mapping[str, Any] | None, vector: bytes | None) -> Entry:
+    def _entry(
+        self,
+        call: Call,
+        body: bytes,
+        form: Form,
+        parsed: Mapping[str, Any] | None,
+        vector: bytes | None,
+        head: Head | None,
+        at: float,
+    ) -> Entry:
         asked = call.asked
         prompt, completion = tokens_of(parsed)
+        meta = call.meta if vector else _without_text(call.meta)
+        ttl = entry_ttl(asked.directives, self._cache.rules) if call.ttl is None else call.ttl
         entry = Entry(
-            asked.fp.key, body, self._clock(), prompt, completion, asked.fp.context if vector else b"", vector or b"",
-            call.meta if vector else _without_text(call.meta), form, ttl=entry_ttl(asked.directives, self._cache.rules),
+            asked.fp.key, body, at, prompt, completion, asked.fp.context if vector else b"", vector or b"",
+            _stamped(meta, head) if form == "sse" else meta, form, ttl=ttl,
         )  # fmt: skip
         store = self._cache.store
         return store.charged(entry) if store is not None else entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -153,6 +154,28 @@ async def test_what_is_past_its_ttl_is_served_while_it_is_refreshed_once() -> No
         later(client, 200.0)
         assert (await client.ask("hello")).cache == "MISS"
     assert len(model.asked) == 3
+
+
+@pytest.mark.parametrize(("made", "met"), [(20.0, None), (20.0, 45.0), (None, 20.0)])
+async def test_what_is_refreshed_keeps_its_own_ttl_whoever_met_it_when_it_was_old(made: float | None, met: float | None) -> None:
+    def asking(ttl: float | None) -> dict[str, Any]:
+        return {} if ttl is None else {"cache": {"ttl": ttl}}
+
+    async with gateway(Model(), arms=TTL, rules={"stale_while_revalidate": 30.0, "ttl_jitter": 0.0}) as client:
+        first = await client.ask("hello", **asking(made))
+        runtime, key = client.gateway.runtime, bytes.fromhex(first.headers["x-litellm-cache-key"])
+        later(client, 30.0 if made else 70.0)
+        assert (await client.ask("hello", **asking(met))).cache == "STALE"
+        renewed = runtime.clock()
+
+        async def refreshed() -> bool:
+            found = await runtime.cache.find("control", key)
+            return found is not None and found[0].written_at == renewed
+
+        await until(refreshed, "the entry to be refreshed")
+        found = await runtime.cache.find("control", key)
+        assert found is not None
+        assert found[0].ttl == (math.inf if made is None else made)
 
 
 async def test_what_is_past_its_ttl_is_served_where_the_model_fails() -> None:
