@@ -191,6 +191,7 @@ class Simulation:
             "knobs": self.knobs.to_dict(),
             "model": {**jsonable(vars_of(self.config.upstream)), "words": model_words(self.config.upstream, self.load)},
             "l1_share": self.config.l1_share,
+            "memory_eviction": self.config.memory_eviction,
             "prefix": self.config.prefix,
             "staleness_half_life": jsonable(self.config.staleness_half_life),
             "prices": vars_of(self.prices),

@@ -65,6 +65,12 @@ SlotsOption = Annotated[int | None, typer.Option(help="requests that the model r
 TtftOption = Annotated[str | None, typer.Option(help="the model's time to the first token, for instance 80ms")]
 TpotOption = Annotated[str | None, typer.Option(help="the model's time per output token, for instance 2ms")]
 L1Option = Annotated[float | None, typer.Option(help="share of the budget that may be resident in memory", min=0.0, max=1.0)]
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-eviction", help="who goes from memory: clock, as in the arena of a node, or lru, as in a replica's own"
+    ),
+]
 PricesOption = Annotated[Path | None, typer.Option("--prices", help="a price book (YAML); default: the one that comes with us")]
 SeedOption = Annotated[int, typer.Option(help="of what is drawn", min=0)]
 
@@ -310,6 +316,7 @@ def simulate(
     warmup_ratio: Annotated[float, typer.Option(help="share of the hot set that is kept warm", min=0.0, max=1.0)] = 0.0,
     window: Annotated[str | None, typer.Option(help="length of the windows; default: at most 200 of them")] = None,
     l1_share: L1Option = None,
+    memory_eviction: EvictionOption = None,
     half_life: HalfLifeOption = None,
     slots: SlotsOption = None,
     ttft: TtftOption = None,
@@ -329,7 +336,7 @@ def simulate(
 
     show_simulation(
         TraceOptions(trace, limit, format, column or (), skip_bad_lines),
-        CacheOptions(l1_share, half_life, slots, ttft, tpot, independent, prices),
+        CacheOptions(l1_share, half_life, slots, ttft, tpot, independent, prices, memory_eviction),
         _settings(config),
         cache_size=cache_size,
         ttl=ttl,

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from envs.objective import Prices
 from envs.price_book import PriceBook, default_book, load_price_book
-from envs.simulator import SimConfig
+from envs.simulator import MemoryEviction, SimConfig
 from envs.workloads.info import trace_info
 from experiments.advise import advise
 from experiments.advise_page import build_page
@@ -86,6 +86,7 @@ class CacheOptions:
         tpot: Time per output token, a duration.
         independent: Whether prefix blocks are answered one by one, whatever became of those before them.
         prices: A price book.
+        memory_eviction: Who goes from memory: ``lru`` or ``clock``.
     """
 
     l1_share: float | None = None
@@ -95,6 +96,7 @@ class CacheOptions:
     tpot: str | None = None
     independent: bool = False
     prices: Path | None = None
+    memory_eviction: str | None = None
 
     def config(self, settings: Settings) -> tuple[SimConfig, bool, PriceBook]:
         """Return the simulator's settings, whether the model is still to be sized for the trace, and the price book.
@@ -118,6 +120,9 @@ class CacheOptions:
                 config = replace(config, upstream=UpstreamModel(**{**vars_of(config.upstream), **chosen}))
             if self.l1_share is not None:
                 config = replace(config, l1_share=self.l1_share)
+            if self.memory_eviction is not None:
+                # Any text, for the configuration to say what it expects.
+                config = replace(config, memory_eviction=cast(MemoryEviction, self.memory_eviction.lower()))
             if self.half_life is not None:
                 config = replace(config, staleness_half_life=parse_duration(self.half_life, "--half-life"))
         except InputError:

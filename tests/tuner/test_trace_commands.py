@@ -154,6 +154,18 @@ def test_a_share_out_of_its_range_is_refused() -> None:
     assert TraceOptions("x", columns=("time=ts", "key= path ")).mapped() == {"time": "ts", "key": "path"}
 
 
+def test_who_goes_from_memory_is_chosen_by_name_and_moves_hits_between_tiers_alone(cachepilot: Cachepilot) -> None:
+    assert CacheOptions().config(Settings())[0].memory_eviction == "clock"
+    path = str(trace("elastic_apache.csv.gz"))
+    setting = ("simulate", path, "--limit", "5000", "--cache-size", "512KiB", "--json", "--memory-eviction")
+    lru, clock = (json.loads(cachepilot(*setting, name).stdout) for name in ("lru", "clock"))
+    assert (lru["memory_eviction"], clock["memory_eviction"]) == ("lru", "clock")
+    assert lru["totals"]["hit_ratio"] == clock["totals"]["hit_ratio"]
+    assert lru["totals"]["hit_ratio_by_tier"] != clock["totals"]["hit_ratio_by_tier"]
+    with pytest.raises(InputError, match="memory_eviction: expected 'lru' or 'clock', got 'fifo'"):
+        CacheOptions(memory_eviction="fifo").config(Settings())
+
+
 class Clock:
     """A clock that moves when it is told to."""
 
