@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import psutil
 from redis.asyncio import Redis
 
@@ -450,22 +451,7 @@ class Soak:
                     return
 
     async def _states(self) -> dict[str, dict[str, Any]]:
-        """Return what each replica holds; the ingress spreads the questions over them."""
-        found: dict[str, dict[str, Any]] = {}
-        end = time.monotonic() + 60.0
-        while time.monotonic() < end:
-            answers = await asyncio.gather(*(self._state() for _ in range(_STATES)))
-            found |= {state["replica"]: state for state in answers if state is not None}
-            if len(found) >= 2:
-                return found
-        raise RuntimeError(f"soak: expected two replicas to say what they hold, got {sorted(found)}")
-
-    async def _state(self) -> dict[str, Any] | None:
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with self._session.get(self._url + STATE) as answer:
-                state: dict[str, Any] = await answer.json()
-                return state
-        return None
+        return await replica_states(self._session, self._url)
 
     async def _settle(self, first: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Wait until nothing is under way, remove everything, and return what is left that should not be."""
@@ -531,6 +517,55 @@ class Soak:
                 if kind not in _KEPT_KEYS:
                     kinds[kind] += 1
         return dict(kinds)
+
+
+async def replica_states(session: aiohttp.ClientSession, url: str, *, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+    """Return what each of the two replicas holds, by name; the ingress spreads the questions over them.
+
+    Args:
+        session: To ask with.
+        url: The ingress.
+        seconds: How long it is asked until both have answered; an ingress without a replica that is ready is asked again.
+
+    Raises:
+        RuntimeError: If not both did, or something else than a soaked replica answers; says what.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    last = "nothing"
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for answer in await asyncio.gather(*(_state(session, url) for _ in range(_STATES))):
+            if isinstance(answer, str):
+                last = answer
+            else:
+                found[answer["replica"]] = answer
+        if len(found) >= 2:
+            return found
+    raise RuntimeError(
+        f"soak: expected two replicas to say what they hold at {url}{STATE}, got {sorted(found)}; what else answered: {last}"
+    )
+
+
+async def _state(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | str:
+    """Ask once; what a replica holds, or what went wrong for now."""
+    try:
+        async with session.get(url + STATE) as answer:
+            status, body = answer.status, await answer.read()
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    said = f"status {status}, {body[:200].decode(errors='replace')!r}"
+    if status >= 500:
+        return said
+    try:
+        state = orjson.loads(body) if status == 200 else None
+    except orjson.JSONDecodeError:
+        state = None
+    if not isinstance(state, dict) or not {"replica", "pid", "tasks", "flights", "calls"} <= set(state):
+        raise RuntimeError(
+            f"soak: expected a soaked replica to answer at {url}{STATE}, got {said}: something else listens there, another "
+            "gateway perhaps; end it, or see which port the soak's own has"
+        )
+    return state
 
 
 _KEPT_KEYS = frozenset(("state", "desired", "applied", "audit", "leader", "acceptance", "accesses"))
