@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.arena.layout import H_RESERVED
+from serving.arena.layout import H_RESERVED, digest, digest_tag, name_words, slot_word
 from serving.neighbours import exchange
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import LARGEST_READ, LinkLost
@@ -317,6 +317,37 @@ async def test_a_lying_owner_costs_a_tier_misses_alone() -> None:
             for number in range(200):
                 assert await tier.get(ARM, key(number)) is None
             assert liar.connections == 1
+
+
+async def test_a_lookup_of_many_slow_reads_takes_its_deadline_all_the_same() -> None:
+    """Each read is answered in time; every slot of every bucket points to another record."""
+    asked = 0
+
+    async def behaviour(stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        while True:
+            _, number, place, length = struct.unpack("<BxxxIQQ", await received(stream))
+            content = bytearray(length)
+            if length == 4096:
+                struct.pack_into("<qqq", content, 0, *name_words(ARM), 1)
+            if length == 256:
+                asked += 1
+                tag = digest_tag(digest(struct.unpack_from("<q", key(name))[0], 0))
+                struct.pack_into("<8Q", content, 0, 1 << 8, *(slot_word(tag, 2, at) % 2**64 for at in range(9000, 9007)))
+                await asyncio.sleep(0.3)
+            elif place // 64 >= 9000:
+                asked += 1
+                await asyncio.sleep(0.3)
+            writer.write(answered(number, bytes(content)))
+
+    async with Liar(behaviour) as liar:
+        there = f"{liar.address[0]}:{liar.address[1]}"
+        async with reader(there, deadline=0.5) as tier:
+            name = next(number for number in range(100) if tier.owner(key(number)) == there)
+            await until(lambda: tier.links()[there] == "tcp", "the link")
+            assert await tier.get(ARM, key(name)) is None
+            assert tier.counts["tcp", "lost"] == 1
+            assert asked == 2
 
 
 async def test_a_slow_reader_keeps_nobody_else_waiting(tmp_path: Path) -> None:

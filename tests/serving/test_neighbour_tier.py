@@ -146,6 +146,7 @@ async def test_one_that_accepts_and_then_answers_nothing_is_tried_less_and_less(
                 read = link.read
 
                 async def once(offset: int, length: int) -> Any:
+                    await asyncio.sleep(0)
                     if length == 256:
                         link._lose("it says nothing")
                     return await read(offset, length)
@@ -172,6 +173,11 @@ async def test_one_that_accepts_and_then_answers_nothing_is_tried_less_and_less(
             assert tier.counts["tcp", "lost"] == peer.FAILURES, "the breaker is open: it is not asked"
             assert tier.links()[there] == "tcp"
             now[0] += peer.COOLDOWN
+            given_up = asyncio.ensure_future(tier.get(ARM, key(number)))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            assert tier.counts["tcp", "lost"] == peer.FAILURES, "its caller has gone"
             await tier.get(ARM, key(number))
             assert tier.counts["tcp", "lost"] == peer.FAILURES + 1, "one probe"
 
