@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from serving.gateway import Gateway
 
 APPLICATION = "cachepilot"
+SHARED_MEMORY = Path("/dev/shm")
 DEPLOYMENT = "gateway"
 SERVICE_DISCOVERY = "prom_metrics_service_discovery.json"
 _LONGEST_TEMPORARY = 12
@@ -169,6 +170,7 @@ def start(
     num_cpus: int = 1,
     deadline: float = 60.0,
     replica: type[GatewayReplica] = GatewayReplica,
+    keep_memory: bool = False,
 ) -> Iterator[Running]:
     """Start Ray, Ray Serve and the gateway on this machine, and end them all on leaving.
 
@@ -182,6 +184,7 @@ def start(
         num_cpus: CPUs that Ray may give to tasks and actors other than the gateway.
         deadline: Seconds to wait for the first answer.
         replica: What the replicas are, for tests that look into them.
+        keep_memory: Whether an arena without a path of its own outlives the gateway: worth it where Redis does too.
 
     Raises:
         PortInUse: If the port is taken.
@@ -192,6 +195,9 @@ def start(
     with contextlib.ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="cp-", dir=_short_temporary()))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        if settings.memory.shared and settings.memory.path is None and not keep_memory:
+            memory = settings.memory.model_copy(update={"path": stack.enter_context(_temporary_arena(scratch))})
+            settings = settings.model_copy(update={"memory": memory})
         stack.enter_context(_environment(_serve_environment(scratch, haproxy=settings.haproxy)))
         # Ray reads its environment when it is imported, hence not before.
         import ray
@@ -234,6 +240,19 @@ def start(
             _metrics_targets,
             closing.close,
         )
+
+
+@contextlib.contextmanager
+def _temporary_arena(scratch: Path) -> Iterator[Path]:
+    """Give a path in memory for an arena that goes with the gateway; in the scratch folder where there is no such place."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="cachepilot-", dir=SHARED_MEMORY))
+    except OSError:
+        folder = scratch
+    try:
+        yield folder / "arena"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Quiet(io.TextIOBase):

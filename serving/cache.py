@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from serving.coherence import Coherence, Store
+from serving.ending import end
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
 from serving.policy import Asked, CacheRules, Candidate, Decision, Outcome, decide, is_live, worth_fetching
@@ -192,7 +193,7 @@ class TieredCache:
         if self.store is not None:
             self._owed.update(arms)
             await self._settle_budgets()
-            self._work.set()
+        self._work.set()
         self._start()
 
     def share_memory(self, memories: int) -> None:
@@ -410,9 +411,8 @@ class TieredCache:
 
     async def close(self) -> None:
         """Stop the background work and close the tiers."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._renewing, return_exceptions=True)
+        await end(self._tasks)
+        await asyncio.gather(*self._renewing, return_exceptions=True)
         self._tasks = []
         if self.store is not None:
             await self.store.close()
@@ -611,6 +611,8 @@ class TieredCache:
             await self._settle_memory()
             if self._shared is not None and self.vectors is not None:
                 await self._rebuild(self._shared, self.vectors)
+            elif self.store is None and self.vectors is not None:
+                await self._rebuild_from_memory(self.vectors)
             else:
                 self._unindexed.clear()
             if self._owed or self._owed_memory or self._unindexed or (self._coherence is not None and self._coherence.owes):
@@ -641,6 +643,18 @@ class TieredCache:
                     vectors.add(arm, key, context, vector)
                 if number % 16 == 0:
                     await asyncio.sleep(0)  # indexing takes about 0.2 ms each; requests go first
+
+    async def _rebuild_from_memory(self, vectors: VectorIndex) -> None:
+        """Index what an arena kept through a restart, where it is the whole cache."""
+        while self._unindexed:
+            arm = self._unindexed.pop()
+            async for heads in self.memory.scan(arm):
+                for number, head in enumerate(heads):
+                    entry = self.memory.get_now(arm, head.key, touch=False) if head.context else None
+                    if entry is not None and entry.complete and not vectors.shared and not vectors.has(arm, head.key):
+                        self._index(arm, head.key, entry.context, entry.vector, EntryMeta.load(entry.meta))
+                    if number % 16 == 0:
+                        await asyncio.sleep(0)  # requests go first
 
     async def following(self) -> None:
         """Wait until what other replicas do to the store is heard of, and what was missed is known; at once without a store."""

@@ -191,6 +191,7 @@ class Gateway:
             "replica": runtime.replica,
             "version": runtime.version,
             "config_store": "off" if runtime.settings.redis_url is None else "ok" if runtime.store_reachable else "unreachable",
+            "memory": runtime.memory.state if runtime.ready else "",
             "arms": {arm: runtime.cache.knobs(arm).to_dict() for arm in runtime.names} if runtime.ready else {},
         }
         await respond(send, 200 if runtime.ready else 503, [JSON_TYPE], orjson.dumps(state))

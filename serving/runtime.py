@@ -23,6 +23,7 @@ from serving.cache import VECTOR, Lookup, TieredCache
 from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState
 from serving.crypto import Sealer
 from serving.embedding import DIMENSIONS
+from serving.ending import end
 from serving.feed import AccessFeed, LocalFeed, RedisFeed
 from serving.fetching import Call, Fetcher
 from serving.flight_feed import FlightFeed
@@ -31,14 +32,17 @@ from serving.ghost import Ghost
 from serving.inbound import Inbound
 from serving.keys import Fingerprint, key64
 from serving.meaning.acceptance_feed import AcceptanceFeed
+from serving.memory import Memory, open_memory
 from serving.metrics import GatewayMetrics, Sink
 from serving.policy import Asked
+from serving.presence import REPORT_SECONDS as PRESENCE_SECONDS
+from serving.presence import Presence
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_url import address
 from serving.settings import GatewaySettings
 from serving.tenants import Tenants
+from serving.tiers.arena import ArenaTier
 from serving.tiers.base import Entry
-from serving.tiers.memory import MemoryTier
 from serving.tiers.redis import RedisTier
 from serving.tiers.vector_store import VectorStore, open_store
 from serving.upstream import Upstream
@@ -86,6 +90,7 @@ class Runtime:
         self.version = 0
         self.ready = False
         self.store_reachable = settings.redis_url is None
+        self.memory: Memory
         self.cache: TieredCache
         self.flights: Flights
         self.fetcher: Fetcher
@@ -93,7 +98,9 @@ class Runtime:
         self._ghosts: dict[str, Ghost] = {}
         self._index = {arm: number for number, arm in enumerate(self.names)}
         self._feed: AccessFeed
+        self._presence: Presence | None = None
         self._config: RedisConfigStore | None = None
+        self._provisional = False  # knobs that are not known to be the cluster's
         self._access_log: AccessLogWriter | None = None
         self._flight_feed: FlightFeed | None = None
         self._acceptance_feed: AcceptanceFeed | None = None
@@ -107,7 +114,7 @@ class Runtime:
     async def start(self) -> None:
         """Open everything and start the background work; returns when requests can be answered.
 
-        An unreachable Redis or upstream does not keep it from starting.
+        An unreachable Redis or upstream does not keep it from starting, nor does an arena that cannot be opened.
 
         Raises:
             OSError: If the access log cannot be written.
@@ -119,12 +126,16 @@ class Runtime:
         await self.upstream.open()
         await self.meaning.open()
         sealer = Sealer.of(settings.storage)
+        self.memory = open_memory(settings, replica=self.replica)
+        if url is not None:
+            self._presence = Presence(url, namespace, self.memory.name, self.replica)
+            await self._presence.exchange()
         self.cache = TieredCache(
-            memory=MemoryTier(),
+            memory=self.memory.tier,
             store=RedisTier(url, namespace, read_deadline=settings.redis_deadline, sealer=sealer) if url is not None else None,
             vectors=self._open_vectors(),
             rules=replace(settings.rules.rules(), min_ttl=settings.callers.min_ttl),
-            memories=settings.replicas,
+            memories=self._memories(),
             confidential=self.tenants.configured,
         )
         shared = url is not None and settings.replicas > 1
@@ -156,9 +167,12 @@ class Runtime:
                 self.store_reachable = True
             except (ConfigStoreUnavailable, ValueError) as error:
                 _log.warning("starting with the initial knobs: %s", error)
+                self._provisional = isinstance(error, ConfigStoreUnavailable)
         known = desired.arms if desired is not None else {}
-        await self.cache.apply({arm: known.get(arm, knobs) for arm, knobs in settings.initial_knobs.items()})
-        # The memory tier starts anew when the feed of changes begins: better before the first answer.
+        await self.cache.apply(
+            {arm: known.get(arm, knobs) for arm, knobs in settings.initial_knobs.items()}, provisional=self._provisional
+        )
+        # What left Redis while nobody listened must not answer, and what stayed should from the first request on.
         with suppress(TimeoutError):
             await asyncio.wait_for(self.cache.following(), FEED_SECONDS)
         self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
@@ -169,6 +183,8 @@ class Runtime:
                 await self._apply(desired)
             self._background(self._follow_knobs(self._config), "follow-knobs")
             self._background(self._report_knobs(self._config), "report-knobs")
+        if self._presence is not None:
+            self._background(self._presence_loop(self._presence), "presence")
         self._next_window = time.monotonic() + settings.ghost.window
         self._background(self._flush_loop(), "flush")
         if self._access_log is not None:
@@ -183,9 +199,7 @@ class Runtime:
     async def stop(self) -> None:
         """Stop the background work, write what is buffered, close everything; harmless when not started."""
         self.ready = False
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         self._tasks.clear()
         for warmer in self.warmers.values():
             await warmer.close()
@@ -204,9 +218,15 @@ class Runtime:
             await self.cache.close()
         if hasattr(self, "_feed"):
             await self._feed.close()
-        for part in (self._flight_feed, self._acceptance_feed, self._config):
+        for part in (self._flight_feed, self._acceptance_feed, self._config, self._presence):
             if part is not None:
                 await part.close()
+
+    def _memories(self) -> int:
+        """How many memory tiers share the memory part of the budgets."""
+        if not self.memory.tier.shared:
+            return self.settings.replicas
+        return self._presence.memories if self._presence is not None else 1
 
     def _open_vectors(self) -> VectorStore | None:
         if not self.meaning.enabled:
@@ -390,10 +410,20 @@ class Runtime:
         try:
             await config.report(AppliedState(self.replica, self.version, self.clock()))
             self.store_reachable = True
+            if self._provisional:
+                self._provisional = False
+                desired = await config.read()
+                await (self.cache.apply(self.settings.initial_knobs) if desired is None else self._apply(desired))
         except ConfigStoreUnavailable as error:
             if self.store_reachable:
                 _log.warning("going on with the knobs of version %d: %s", self.version, error)
             self.store_reachable = False
+
+    async def _presence_loop(self, presence: Presence) -> None:
+        while True:
+            await asyncio.sleep(PRESENCE_SECONDS)
+            await presence.exchange()
+            self.cache.share_memory(self._memories())
 
     async def _log_loop(self, log: AccessLogWriter) -> None:
         # A loop of its own: what holds the metrics up, a Redis that does not answer, must not hold up the log.
@@ -416,8 +446,14 @@ class Runtime:
         for arm in self.names:
             metrics.knobs(arm, self.cache.knobs(arm))
             for tier, stats in (await self.cache.stats(arm)).items():
-                metrics.gauge("cachepilot_resident_bytes", arm, tier, value=float(stats.bytes))
+                silent = tier == self.memory.tier.name and self._presence is not None and not self._presence.speaks
+                metrics.gauge("cachepilot_resident_bytes", arm, tier, value=0.0 if silent else float(stats.bytes))
                 metrics.level("cachepilot_evictions_total", arm, tier, total=float(stats.evictions))
+        metrics.gauge("cachepilot_memory_shared", value=float(self.memory.tier.shared))
+        metrics.gauge("cachepilot_memory_refused", value=float(bool(self.memory.refused)))
+        if isinstance(self.memory.tier, ArenaTier):
+            metrics.level("cachepilot_memory_dropped_writes_total", total=float(self.memory.tier.dropped))
+            metrics.level("cachepilot_memory_repairs_total", total=float(self.memory.tier.repairs))
         metrics.gauge("cachepilot_knobs_version", value=float(self.version))
         metrics.level("cachepilot_upstream_retries_total", total=float(self.upstream.retried))
         metrics.gauge("cachepilot_upstream_inflight", value=float(self.upstream.inflight))

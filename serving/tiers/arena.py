@@ -7,6 +7,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from serving.arena.election import PATIENCE, Lease
@@ -43,8 +44,9 @@ from serving.arena.reader import LARGER, collect, find, mark_used
 from serving.arena.repair import rebuild
 from serving.arena.space import GROW
 from serving.arena.writer import MORE, STORED, delete, flush, put, renew, revoke, trim
+from serving.crypto import Sealer
 from serving.tiers.base import KEY_BYTES, Entry, Form, OnEvict, TierStats, TierUnavailable
-from serving.tiers.codec import HEADER, VERSION, pack, unpack
+from serving.tiers.codec import HEADER, VERSION, Seal, overhead, pack, unpack
 from serving.tiers.local import LocalTier
 
 FIRST_PAYLOAD = 1 << 16
@@ -78,6 +80,9 @@ class ArenaTier(LocalTier):
         size: Bytes of the file, which bounds all arms together with what records and index need besides.
         entry_bytes: What entries are expected to have on average.
         firm: Seconds that what must not be lost (budgets, new arms) waits for another writer.
+        namespace: The cache's, to which sealed entries are bound.
+        sealer: Encrypts answers and metadata before they leave the process; None: they are in the clear in the file, which is
+            this user's alone. What is in it by another key, or by none, is a miss.
         clock: For memory that was not to be had.
 
     Attributes:
@@ -98,6 +103,8 @@ class ArenaTier(LocalTier):
         *,
         entry_bytes: int = 1024,
         firm: float = FIRM,
+        namespace: str = "default",
+        sealer: Sealer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_evict: OnEvict | None = None
@@ -109,6 +116,7 @@ class ArenaTier(LocalTier):
         self._arms: dict[str, int] = {}
         self._evictions: dict[str, int] = {}
         self._firm = firm
+        self._namespace, self._sealer = namespace, sealer
         self._stuck = False
         self._clock = clock
         self._again = 0.0
@@ -132,11 +140,13 @@ class ArenaTier(LocalTier):
                 return None
             self._make_scratch(8 * (LARGER - length))
             return self.get_now(arm, key, touch=touch)
+        if self._sealer is not None:
+            return unpack(key, self._payload[:length].tobytes(), self._seal(arm))
         return _entry(key, self._payload, length)
 
     def put_now(self, arm: str, entry: Entry, *, known: int | None = None) -> int:
         """:meth:`put` without awaiting; 0 also where it was not done."""
-        stored = pack(entry)
+        stored = pack(entry, self._seal(arm))
         length = len(stored)
         if record_units(length) > LARGEST_UNITS or length > self.mapping.geometry.bytes:
             self.delete_now(arm, entry.key)
@@ -221,6 +231,20 @@ class ArenaTier(LocalTier):
         finally:
             self.lease.release()
 
+    def make_arms_now(self, arms: Sequence[str]) -> None:
+        """Make arms that nobody has made yet, without a budget.
+
+        Raises:
+            ArenaBusy: If another writer did not let go.
+            ArenaError: If there is no room for that many.
+        """
+        self._lease_firmly()
+        try:
+            for arm in arms:
+                self._arm(arm)
+        finally:
+            self.lease.release()
+
     def mark_now(self, arm: str) -> int:
         """Return the arm's mark."""
         number = self._find_arm(arm)
@@ -296,6 +320,10 @@ class ArenaTier(LocalTier):
             if heads:
                 yield heads
 
+    def charged(self, entry: Entry) -> Entry:
+        """Return the entry with the overhead that it has here: it is charged more where it is sealed."""
+        return replace(entry, overhead=overhead(entry, self._seal(""))) if self._sealer is not None else entry
+
     async def close(self) -> None:
         """Let go of the arena; what is in it stays for others, and for the next start."""
         self.close_now()
@@ -309,6 +337,9 @@ class ArenaTier(LocalTier):
             self.mapping.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------------
+
+    def _seal(self, arm: str) -> Seal | None:
+        return Seal.of(self._sealer, self._namespace, arm)
 
     def _put(self, number: int, length: int) -> int:
         evicted, old, repaired = 0, -1, False

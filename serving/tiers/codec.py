@@ -47,6 +47,13 @@ class Seal(NamedTuple):
     sealer: Sealer
     scope: bytes
 
+    @classmethod
+    def of(cls, sealer: Sealer | None, namespace: str, arm: str) -> Seal | None:
+        """Return how an arm's entries are sealed; None where they are not."""
+        if sealer is None:
+            return None
+        return cls(sealer, f"{namespace}:{arm}:".encode())  # a name has no colon: no two places share a scope
+
 
 def pack(entry: Entry, seal: Seal | None = None) -> bytes:
     """Return the stored form; ``len`` of it is the size of the entry that :func:`unpack` makes of it.

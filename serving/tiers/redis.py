@@ -389,9 +389,7 @@ class RedisTier:
         return keys
 
     def _seal(self, arm: str) -> Seal | None:
-        if self._sealer is None:
-            return None
-        return Seal(self._sealer, f"{self.namespace}:{arm}:".encode())  # a name has no colon: no two places share a scope
+        return Seal.of(self._sealer, self.namespace, arm)
 
     async def _run(self, script: Any, arm: str, *args: bytes | int | float, deadline: float | None = None) -> Any:
         """Run a script on the arm, touches first."""

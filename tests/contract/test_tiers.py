@@ -35,15 +35,15 @@ async def opened(kind: str, url: str) -> AsyncIterator[Callable[[], Tier]]:
     tiers: list[Tier] = []
     memory = MemoryTier()
     namespace = f"tiers-{os.getpid()}-{next(_numbers)}"
-    sealer = Sealer(bytes(range(32))) if kind == "sealed" else None
+    sealer = Sealer(bytes(range(32))) if "sealed" in kind else None
     folder = tempfile.TemporaryDirectory()
 
     def client() -> Tier:
         tier: Tier
         if kind == "memory":
             tier = memory
-        elif kind == "arena":
-            tier = ArenaTier(Path(folder.name) / "arena", 4 << 20)
+        elif "arena" in kind:
+            tier = ArenaTier(Path(folder.name) / "arena", 4 << 20, namespace=namespace, sealer=sealer)
         else:
             tier = RedisTier(url, namespace, read_deadline=5, write_deadline=5, sealer=sealer)
         tiers.append(tier)
@@ -473,7 +473,7 @@ async def run(
                 assert await tier.get(arm, key(number), touch=False) == held[number]
 
 
-@pytest.mark.parametrize("kind", ["memory", "arena", "redis", "sealed"])
+@pytest.mark.parametrize("kind", ["memory", "arena", "redis", "sealed", "sealed arena"])
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations)
 async def test_any_history_is_that_of_a_byte_bounded_cache(

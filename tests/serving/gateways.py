@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from serving.gateway import Gateway
 from serving.settings import GatewaySettings
 from serving.sse import EventParser
 from tests.e2e.stack import Reply, chat
+
+ARENA_BYTES = 64 << 20
 
 
 class Client:
@@ -197,11 +200,13 @@ def _json(value: object, headers: Mapping[str, str] | None = None) -> Response:
 
 @contextlib.asynccontextmanager
 async def before(model: Model, *, replicas: int = 1, **settings: Any) -> AsyncIterator[list[Client]]:
-    """Start gateways before a model; ``settings`` as of the gateway, ``upstream`` besides its address."""
+    """Start gateways of one node before a model; ``settings`` as of the gateway, ``upstream`` besides its address."""
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(served(model.app))
         upstream = {"base_url": f"{url}/v1", "retries": 0, **settings.pop("upstream", {})}
-        shared = {**settings, "upstream": upstream, "replicas": replicas}
+        arena = stack.enter_context(tempfile.TemporaryDirectory(prefix="cp-")) + "/arena"
+        memory = {"path": arena, "size": ARENA_BYTES, **settings.pop("memory", {})}
+        shared = {**settings, "memory": memory, "upstream": upstream, "replicas": replicas}
         clients = [await stack.enter_async_context(running(shared, replica=f"r{number}")) for number in range(replicas)]
         try:
             yield clients
@@ -222,9 +227,11 @@ async def running(settings: Mapping[str, Any], *, replica: str = "r0") -> AsyncI
     """Start a gateway and stop it, by the lifespan events a server sends."""
     # Redis may be slow on a machine that runs other tests: that is not what is tested here.
     common = {"ghost": {"window": 0.01}, "redis_deadline": 10.0}
-    made = Gateway(GatewaySettings.model_validate({**common, **settings}), replica=replica)
-    async with served(made, lifespan="on") as url, aiohttp.ClientSession() as session:
-        yield Client(made, url, session)
+    with tempfile.TemporaryDirectory(prefix="cp-") as folder:
+        memory = {"path": f"{folder}/arena", "size": ARENA_BYTES, **settings.get("memory", {})}
+        made = Gateway(GatewaySettings.model_validate({**common, **settings, "memory": memory}), replica=replica)
+        async with served(made, lifespan="on") as url, aiohttp.ClientSession() as session:
+            yield Client(made, url, session)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,214 @@
+"""A gateway's memory tier: one arena for all replicas of a node, or memory of its own where that cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import serving.runtime
+from serving.cache import CacheRules, TieredCache
+from serving.knobs import MIB, Knobs
+from serving.memory import arena_path, arena_size, open_memory
+from serving.presence import Presence
+from serving.redis_config_store import RedisConfigStore
+from serving.redis_server import RedisServer
+from serving.settings import GatewaySettings
+from serving.tiers.arena import ArenaTier
+from tests.serving.arenas import Worker
+from tests.serving.entries import entry, request
+from tests.serving.gateways import Client, Model, before, running
+from tests.waiting import until
+
+
+def budget(client: Client, arm: str = "control") -> int:
+    return client.gateway.runtime.cache.memory.stats_now(arm).budget
+
+
+async def test_what_one_replica_stored_is_a_memory_hit_at_another_without_redis_being_asked(
+    redis_url: str, namespace: str
+) -> None:
+    model = Model()
+    async with before(model, replicas=2, redis_url=redis_url, namespace=namespace) as (first, second):
+        assert (await first.ask("a question")).cache == "MISS"
+        store = second.gateway.runtime.cache.store
+        assert store is not None
+        store._read_deadline = 0.0  # type: ignore[attr-defined]
+        found = await second.ask("a question")
+        assert (found.cache, found.headers["x-cache-tier"]) == ("HIT", "memory")
+
+
+async def test_entries_outlive_a_gateway_without_redis(tmp_path: Path) -> None:
+    model = Model()
+    for turn in range(2):
+        async with before(model, memory={"path": str(tmp_path / "arena")}) as (client,):
+            assert (await client.ask("a question")).cache == ("HIT" if turn else "MISS")
+    async with before(model, memory={"path": str(tmp_path / "arena"), "shared": False}) as (client,):
+        assert (await client.ask("a question")).cache == "MISS", "memory of its own is empty at the start"
+
+
+async def test_an_arena_that_cannot_be_opened_costs_nobody_an_answer_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "arena").write_bytes(b"something else" * 1000)
+    (tmp_path / "arena").chmod(0o600)
+    with caplog.at_level(logging.WARNING):
+        async with before(Model(), memory={"path": str(tmp_path / "arena")}) as (client,):
+            assert [(await client.ask("a question")).cache for _ in range(2)] == ["MISS", "HIT"]
+            assert (await client.request("GET", "/readyz")).json["memory"] == "refused"
+            assert await client.metric("cachepilot_memory_refused") == 1.0
+            assert await client.metric("cachepilot_memory_shared") == 0.0
+    said = [record.getMessage() for record in caplog.records if "memory of its own" in record.getMessage()]
+    assert len(said) == 1
+    assert "the file is not an arena; remove it, or set another path" in said[0]
+
+
+async def test_a_replica_that_starts_while_redis_is_away_leaves_the_budgets_of_the_others(tmp_path: Path, namespace: str) -> None:
+    memory = {"path": str(tmp_path / "arena")}
+    settings: dict[str, Any] = {
+        "redis_url": f"unix://{tmp_path}/redis.sock", "namespace": namespace, "memory": memory,
+        "arms": {"control": {"knobs": {"cache_size": 1 * MIB}}}, "upstream": {"base_url": "http://127.0.0.1:9/v1"},
+    }  # fmt: skip
+    async with running(settings, replica="r0") as first:
+        with RedisServer(tmp_path) as server:
+            config = RedisConfigStore(server.url, namespace)
+            await config.write({"control": Knobs(8 * MIB, 60.0)}, expected_version=0, author="test", reason="", now=0.0)
+            await config.close()
+            await until(lambda: budget(first) == 2 * MIB, "the knobs to be applied")
+        async with running(settings, replica="r1") as second:
+            assert second.gateway.runtime.cache.knobs("control").cache_size == 1 * MIB
+            assert (budget(first), budget(second)) == (2 * MIB, 2 * MIB)
+            with RedisServer(tmp_path):  # which has nothing: then the settings are what there is
+                await until(lambda: budget(second) == MIB // 4, "the knobs to be known", seconds=30)
+
+
+async def test_nodes_divide_the_memory_part_of_the_budget_and_replicas_of_one_do_not(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.runtime, "PRESENCE_SECONDS", 0.05)
+    common: dict[str, Any] = {
+        "redis_url": redis_url, "namespace": namespace, "arms": {"control": {"knobs": {"cache_size": 8 * MIB}}}
+    }  # fmt: skip
+    async with before(Model(), replicas=2, **common) as (one, sibling):
+        assert (budget(one), budget(sibling)) == (2 * MIB, 2 * MIB)
+        async with running({**common, "replicas": 3}, replica="elsewhere") as other:
+            assert budget(other) == 1 * MIB, "from its start: it has asked who else there is"
+            await until(lambda: budget(one) == budget(sibling) == 1 * MIB, "the others to hear of it")
+        await until(lambda: budget(one) == 2 * MIB, "the others to hear that it is gone")
+
+
+async def test_of_the_replicas_of_one_arena_one_reports_what_it_holds(
+    redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.runtime, "PRESENCE_SECONDS", 0.02)
+    async with before(Model(), replicas=3, redis_url=redis_url, namespace=namespace) as clients:
+        await clients[0].ask("a question")
+        held = clients[0].gateway.runtime.cache.memory.stats_now("control").bytes
+        assert held > 0
+
+        async def once() -> bool:
+            series = 'cachepilot_resident_bytes{arm="control",tier="memory"}'
+            return sorted([await client.metric(series) for client in clients]) == [0.0, 0.0, float(held)]
+
+        await until(once, "one to report it")
+
+
+def hold_the_lease(connection: Any, path: str) -> None:
+    """Be in the middle of a write until the next message."""
+    tier = ArenaTier(path, 4 * MIB)
+    assert tier.lease.acquire() is not False
+    connection.send("held")
+    connection.recv()
+    tier.lease.release()
+    connection.send("released")
+    connection.recv()
+
+
+async def test_knobs_are_applied_though_another_process_is_stuck_in_a_write(tmp_path: Path) -> None:
+    tier = ArenaTier(tmp_path / "arena", 4 * MIB, firm=0.01)
+    cache = TieredCache(memory=tier, store=None, vectors=None, rules=CacheRules(ttl_jitter=0.0))
+    await cache.apply({"a": Knobs(100_000, 100.0)})
+    worker = Worker(hold_the_lease, str(tmp_path / "arena"))
+    assert worker.answer() == "held"
+    await cache.apply({"a": Knobs(50_000, 100.0)})
+    assert cache.knobs("a").cache_size == 50_000
+    began = asyncio.get_running_loop().time()
+    for number in range(100):
+        await cache.put("a", entry(number), now=0.0)
+    assert asyncio.get_running_loop().time() - began < 100 * 0.02, "one who is stuck is not waited for by each write"
+    assert tier.dropped >= 100
+    assert worker.ask("release") == "released"
+    await until(lambda: tier.stats_now("a").budget == 50_000, "the budget to be set")
+    await cache.put("a", entry(1), now=0.0)
+    assert cache.lookup_now("a", request(1), now=1.0) is not None
+    worker.close()
+    await cache.close()
+
+
+async def test_without_redis_what_means_the_same_is_found_again_after_a_restart(tmp_path: Path) -> None:
+    from serving.tiers.vector import VectorTier
+    from tests.serving.entries import int8, unit
+
+    async def embed(text: str) -> bytes:
+        return int8(unit(1))
+
+    for turn in range(2):
+        tier = ArenaTier(tmp_path / "arena", 4 * MIB)
+        cache = TieredCache(memory=tier, store=None, vectors=VectorTier(), rules=CacheRules(ttl_jitter=0.0))
+        await cache.apply({"a": Knobs(100_000, 100.0)})
+        if turn == 0:
+            await cache.put("a", entry(1, vector=int8(unit(1))), now=0.0)
+
+        async def found(cache: TieredCache = cache) -> bool:
+            return (await cache.lookup("a", request(2, "text"), now=1.0, embed=embed)).outcome == "semantic_hit"
+
+        await until(found, "an answer by meaning")
+        await cache.close()
+
+
+def test_the_arena_is_the_namespaces_and_large_enough_for_what_the_tuner_may_set() -> None:
+    settings = GatewaySettings.model_validate(
+        {"namespace": "n", "redis_url": "redis://r", "space": {"max_size": 64 * MIB}, "memory": {"path": "/dev/shm/arena"}}
+    )
+    assert arena_path(settings) == Path("/dev/shm/arena")
+    assert arena_size(settings) == 20 * MIB
+    alone = GatewaySettings.model_validate({"namespace": "n", "space": {"max_size": 4 * MIB}})
+    assert arena_path(alone) == Path(f"/dev/shm/cachepilot-n-{os.geteuid()}")
+    assert arena_size(alone) == 80 * MIB, "without Redis it holds everything; this arm begins above the tuner's bounds"
+
+
+def test_an_arena_takes_no_more_than_half_of_its_file_system(tmp_path: Path) -> None:
+    huge = {"space": {"max_size": 1 << 50}, "memory": {"path": str(tmp_path / "arena")}}
+    system = os.statvfs(tmp_path)
+    assert arena_size(GatewaySettings.model_validate(huge)) <= system.f_frsize * system.f_blocks // 2
+
+
+def test_more_arms_than_an_arena_has_room_for_are_refused_before_there_is_anything_to_lose(tmp_path: Path) -> None:
+    memory = {"path": str(tmp_path / "arena"), "size": 4 * MIB}
+    names = [f"arm-{number}" for number in range(33)]
+    settings = GatewaySettings.model_validate({"memory": memory, "arms": {name: {"share": 1 / 33} for name in names}})
+    opened = open_memory(settings, replica="r0")
+    assert (opened.state, opened.name) == ("refused", "r0")
+    assert "expected at most 32 arms" in opened.refused
+
+
+async def test_who_is_gone_without_a_word_is_forgotten(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.presence.LIVES_SECONDS", 0.2)
+    one, sibling, other = (Presence(redis_url, namespace, memory, name) for memory, name in (("m", "a"), ("m", "b"), ("n", "c")))
+    for each in (other, sibling, one):
+        await each.exchange()
+    assert (one.memories, one.speaks, sibling.speaks, other.speaks) == (2, True, True, True)
+    await sibling.exchange()
+    assert (sibling.memories, sibling.speaks) == (2, False)
+
+    async def alone() -> bool:
+        await sibling.exchange()
+        return (sibling.memories, sibling.speaks) == (1, True)
+
+    await until(alone, "the others to be forgotten")
+    for each in (one, sibling, other):
+        await each.close()
