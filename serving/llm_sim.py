@@ -1,11 +1,12 @@
 """A simulated model server: OpenAI's API, deterministic answers, latency of a continuous-batching engine, vLLM's metric names.
 
-An answer is a function of (model, revision, messages); its length comes from the header ``x-llm-sim-output-tokens``, else from
-the prompt's hash. Latency follows :class:`serving.latency.UpstreamModel`. The JSON around the text has a constant length, so that
-the size of a cached answer is known from its number of tokens (:func:`answer_size`).
+It chats, and makes embeddings (:mod:`serving.llm_sim_embeddings`). An answer is a function of (model, revision, messages); its
+length comes from the header ``x-llm-sim-output-tokens``, else from the prompt's hash. Latency follows
+:class:`serving.latency.UpstreamModel`. The JSON around the text has a constant length, so that the size of a cached answer is
+known from its number of tokens (:func:`answer_size`).
 
 It fails on purpose where it is told to: ``failure_rate``, ``hang_rate`` and ``cut_rate`` of the settings are shares of the
-completions, chosen by ``fault_seed`` and the number of the request since the start, so that a run can be made again and a second
+calls, chosen by ``fault_seed`` and the number of the call since the start, so that a run can be made again and a second
 try may succeed. A client that goes away takes its request with it, out of the queue or off its slot.
 """
 
@@ -36,9 +37,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from serving.llm_sim_embeddings import CHARS_PER_TOKEN as CHARS_PER_TOKEN
+from serving.llm_sim_embeddings import BadInput, embed
 from serving.settings import LlmSimSettings
 
-CHARS_PER_TOKEN = 4
 OUTPUT_TOKENS_HEADER = "x-llm-sim-output-tokens"
 MAX_OUTPUT_TOKENS = 1_000_000
 
@@ -267,6 +269,7 @@ class LlmSim:
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -304,12 +307,9 @@ class LlmSim:
             body, tokens = await self._parse(request)
         except _BadRequest as error:
             return error.response()
-        wrong = fault(self._completions, self.settings)
-        self._completions += 1
-        if wrong in ("error", "unavailable"):
-            return _failure(500 if wrong == "error" else 503)
-        if wrong == "hang":
-            await asyncio.Event().wait()  # until the client goes away
+        wrong = await self._fault()
+        if isinstance(wrong, Response):
+            return wrong
         what = answer(body, self.settings, output_tokens=tokens)
         if body.get("stream"):
             options = body.get("stream_options")
@@ -320,20 +320,34 @@ class LlmSim:
         whole = what.to_json(self.settings.model, self.settings.revision)
         return Response(whole[: len(whole) // 2] if wrong == "cut" else whole, media_type="application/json")
 
-    async def _parse(self, request: Request) -> tuple[dict[str, Any], int | None]:
+    async def _embeddings(self, request: Request) -> Response:
         try:
-            body = orjson.loads(await request.body())
-        except orjson.JSONDecodeError as error:
-            raise _BadRequest(f"the body is not JSON: {error}") from error
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+            made = embed(await self._read(request), self.settings)
+        except BadInput as error:
+            return _BadRequest(str(error), error.param).response()
+        except _BadRequest as error:
+            return error.response()
+        wrong = await self._fault()
+        if isinstance(wrong, Response):
+            return wrong
+        async with self.engine.slot(Answer("", "", made.prompt_tokens, 0, "stop")):
+            whole = made.to_json(self.settings.model)
+        return Response(whole[: len(whole) // 2] if wrong == "cut" else whole, media_type="application/json")
+
+    async def _fault(self) -> Response | Literal["", "cut"]:
+        """Go wrong, if it is this request's turn to: the error to answer with, or how the answer is to be damaged."""
+        wrong = fault(self._completions, self.settings)
+        self._completions += 1
+        if wrong in ("error", "unavailable"):
+            return _failure(500 if wrong == "error" else 503)
+        if wrong == "hang":
+            await asyncio.Event().wait()  # until the client goes away
+        return "cut" if wrong == "cut" else ""
+
+    async def _parse(self, request: Request) -> tuple[dict[str, Any], int | None]:
+        body = await self._read(request)
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise _BadRequest("messages: expected a list with at least one message", "messages")
-        if body.get("model") != self.settings.model:
-            raise _BadRequest(
-                f"the model {body.get('model')!r} does not exist; this server has {self.settings.model!r}",
-                "model",
-                404,
-                "model_not_found",
-            )
         if not isinstance(body.get("stream"), bool | None):
             raise _BadRequest(f"stream: expected true or false, got {body['stream']!r}", "stream")
         given = request.headers.get(OUTPUT_TOKENS_HEADER)
@@ -342,6 +356,22 @@ class LlmSim:
         if not given.isdecimal() or not 1 <= int(given) <= MAX_OUTPUT_TOKENS:
             raise _BadRequest(f"header {OUTPUT_TOKENS_HEADER}: expected 1..{MAX_OUTPUT_TOKENS} tokens, got {given!r}")
         return body, int(given)
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        try:
+            body = orjson.loads(await request.body())
+        except orjson.JSONDecodeError as error:
+            raise _BadRequest(f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise _BadRequest(f"the body: expected a JSON object, got {type(body).__name__}")
+        if body.get("model") != self.settings.model:
+            raise _BadRequest(
+                f"the model {body.get('model')!r} does not exist; this server has {self.settings.model!r}",
+                "model",
+                404,
+                "model_not_found",
+            )
+        return body
 
     async def _stream(self, what: Answer, *, cut: bool, usage: bool) -> AsyncIterator[bytes]:
         head = {
