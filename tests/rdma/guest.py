@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,13 +26,14 @@ from serving.neighbours.tcp import TcpTransport
 from serving.neighbours.transport import ClientTransport, Dialing, Parameters
 from serving.tiers.base import Entry
 from serving.tiers.rdma import NeighbourTier
+from tests.neighbour_checks import CHECKS, Bench
 from tests.rdma.nodes import ARM, NAMESPACE, SECRET, SLOT_BYTES, Node, answer, forked, key, right
 
 ARENA = Path("/dev/shm/arena")
 SIZE = 8 << 20
 OWN = "127.0.0.1:1"
 PATIENT = 5.0  # seconds that a lookup may take where its time is not what is checked: the guest is slow
-READS, READERS = 10_000, 3
+READS, READERS = 10_000, 4
 _CHECK_SECONDS = 120.0
 
 
@@ -306,7 +308,7 @@ async def no_leaks(reader: Reader) -> str:
     def nonsense(told: dict[str, int | str]) -> None:
         told["qpn"] = -1
 
-    for number in range(10):
+    for number in range(5):
         good = await direct(reader.node, client)
         await good.read(0, 64)
         assert queue_pairs() == before + 2, (number, queue_pairs())
@@ -328,7 +330,7 @@ async def no_leaks(reader: Reader) -> str:
             assert said in words, words
         await until(lambda: queue_pairs() == before)
     client.close()
-    return f"{before} queue pairs before and after 10 links that were closed, 10 that failed and 10 that did not come about"
+    return f"{before} queue pairs before and after 5 links that were closed, 5 that failed and 5 that did not come about"
 
 
 async def cancelled(reader: Reader) -> str:
@@ -471,7 +473,25 @@ async def fallback() -> str:
     await only.tier.close()
     plain.stop()
     able.stop()
-    return "an owner without RDMA and a reader without RDMA: 20 entries each by TCP; a way that carries no RDMA: TCP; where RDMA is demanded: a miss"
+    return (
+        "an owner without RDMA and a reader without RDMA: 20 entries each by TCP; a way that carries no RDMA: TCP; where RDMA is "
+        "demanded: a miss"
+    )
+
+
+async def contract() -> str:
+    """What holds for every link holds for this one."""
+    folder = Path("/dev/shm/contract")
+    for checked in CHECKS:
+        folder.mkdir()
+        bench = Bench(folder, "rdma", verbs_link.VerbsClient, [verbs_link.offered()], reads=500, seconds=60.0)
+        try:
+            await checked(bench)
+        except BaseException:
+            say(f"FAILED contract: {checked.__name__}")
+            raise
+        shutil.rmtree(folder)
+    return f"{len(CHECKS)} checks of tests/neighbour_checks.py"
 
 
 async def compare(node: Node) -> dict[str, object]:
@@ -481,7 +501,7 @@ async def compare(node: Node) -> dict[str, object]:
         await reader.tier.start()
         await reader.linked(name)
     rows = []
-    for owner_is, size, rounds in (("at rest", 60, 8), ("at rest", 2048, 8), ("at rest", 30_000, 4), ("busy", 2048, 3)):
+    for owner_is, size, rounds in (("at rest", 60, 5), ("at rest", 2048, 5), ("at rest", 30_000, 3), ("busy", 2048, 2)):
         numbers = readers["rdma"].take(20)
         node.do("put", numbers, 1, size)
         times: dict[str, list[float]] = {name: [] for name in readers}
@@ -528,6 +548,7 @@ async def main() -> int:
         ("killed", lambda: killed(node, reader)),
         ("warm_start", lambda: warm_start(reader)),
         ("fallback", fallback),
+        ("contract", contract),
     ]
     for name, check in checks:
         if wanted and name not in wanted:

@@ -8,4 +8,4 @@ ip link set roce0 mtu 4500 up                # 4500 or more gives an RDMA MTU of
 rdma link add rxe0 type rxe netdev roce0
 . "$WORK/environment"
 read -r up _ </proc/uptime; echo "guest: up $up s, one soft-RoCE device"
-exec "$PYTHON" -m tests.rdma 2>&1
+exec "$PYTHON" -S -m tests.rdma 2>&1

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Real RDMA without hardware for it: boots Debian's kernel with soft-RoCE (rdma_rxe) in qemu, on this machine's own files (read only,
 # under an overlay in memory), and runs tests/rdma/guest.py in it. Status: that of the checks; 99: the guest gave none.
-# RDMA_GUEST_DIR: where the kernel is kept and results.json is left; LIMIT: seconds that the guest may take.
+# RDMA_GUEST_DIR: where the kernel is kept and results.json is left; LIMIT: seconds that the guest may take; what is left of five minutes.
 set -euo pipefail
+{                                                               # read whole before it runs: it may be edited meanwhile
 here=$(cd "$(dirname "$0")" && pwd); root=$(cd "$here/../.." && pwd)
 work=${RDMA_GUEST_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/cachepilot/rdma-guest}
 mkdir -p "$work"; work=$(realpath "$work")
 export PATH=$PATH:/usr/sbin:/sbin
-began=$SECONDS
 
 missing() {
   echo "test-rdma: $1" >&2
@@ -21,6 +21,7 @@ python=$root/.venv/bin/python
 [ -x "$python" ] || missing "needs .venv: run make setup-dev"
 
 exec 9>"$work/lock"; flock 9                                    # a second run waits for the first one
+began=$SECONDS
 
 if [ ! -s "$work/boot/image/order" ]; then                     # once: kernel 70 MB, pyverbs 1 MB
   echo "test-rdma: fetching kernel and pyverbs into $work"
@@ -66,20 +67,24 @@ mkdir -p "$work/tree/tests/rdma"
 rm -rf "$work/tree/serving"
 cp -a "$root/serving" "$work/tree/serving"
 cp -a "$here"/*.py "$here"/*.sh "$work/tree/tests/rdma/"
-cp -a "$root/tests/__init__.py" "$work/tree/tests/"
+mkdir -p "$work/tree/tests/serving"
+cp -a "$root"/tests/{__init__,waiting,neighbour_checks}.py "$work/tree/tests/"
+cp -a "$root"/tests/serving/{__init__,arenas,neighbours}.py "$work/tree/tests/serving/"
 
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 # Compiling takes minutes in the guest: the host does it, for the guest's processor.
 cat >"$work/environment" <<VARIABLES
-export PYTHONPATH=$work/pyverbs/usr/lib/python3/dist-packages NUMBA_CACHE_DIR=$work/numba NUMBA_CPU_NAME=nehalem NUMBA_CPU_FEATURES=
+export PYTHONPATH=$work/pyverbs/usr/lib/python3/dist-packages:$site NUMBA_CACHE_DIR=$work/numba NUMBA_CPU_NAME=nehalem NUMBA_CPU_FEATURES=
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 VARIABLES
 (. "$work/environment"; cd "$work/tree"; "$python" -m tests.rdma.compile) ||
   missing "pyverbs of this Debian does not go with $("$python" --version): needs the libraries and the Python that it was made for"
 
+limit=${LIMIT:-$((295 - SECONDS + began))}                    # five minutes in all
 results=$work/results.json; log=$work/guest.log; console=$work/console.log
 rm -f "$results" "$log" "$console"
 set +e
-timeout --kill-after=10 "${LIMIT:-240}" qemu-system-x86_64 -machine q35 -accel tcg,thread=multi -cpu Nehalem -smp 4 -m "${MEMORY:-2048}" \
+timeout --foreground --kill-after=10 "$limit" qemu-system-x86_64 -machine q35 -accel tcg,thread=multi -cpu Nehalem -smp 4 -m "${MEMORY:-2048}" \
   -nodefaults -no-user-config -display none -no-reboot -kernel "$work/boot/vmlinuz" -initrd "$work/boot/initrd.gz" \
   -append "console=ttyS0 loglevel=4 panic=-1 mitigations=off nokaslr random.trust_cpu=on tsc=reliable SCRIPT=$work/tree/tests/rdma/guest.sh WORK=$work PYTHON=$python" \
   -chardev file,id=c0,path="$console" -serial chardev:c0 -chardev stdio,id=c1,signal=off -serial chardev:c1 \
@@ -92,10 +97,11 @@ status=$(sed -n 's/^GUEST_EXIT //p' "$log" | tail -1)
 sed -n 's/^RESULTS //p' "$log" | tail -1 >"$results"
 if [ -z "$status" ]; then
   tail -n 30 "$work/qemu.log" "$console"
-  [ "$ended" = 124 ] && echo "test-rdma: the guest was ended after ${LIMIT:-240} s"
+  [ "$ended" = 124 ] && echo "test-rdma: the guest was ended after $limit s"
   status=99
 fi
 checks=$(grep -c '^ok ' "$log" || true)
 up=$(sed -n 's/^GUEST_UP //p' "$log" | tail -1)
 echo "test-rdma: $checks checks, status $status, guest up ${up:-?} s, $((SECONDS - began)) s in all, load $(cut -d' ' -f1 /proc/loadavg); $results"
 exit "$status"
+}
