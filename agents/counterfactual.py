@@ -13,7 +13,8 @@ tokens     measured, plus the difference in misses times the mean tokens of a mi
 latency    likewise, by the mean latency of a miss less that of a hit; misses wait longer or shorter as the load on the model
            changes (:class:`Service`)
 memory     exact
-staleness  the ghost's own at the other setting, plus what was measured beyond the ghost's, in proportion to the hits
+staleness  the ghost's own at the other setting (by age), what updates would have outdated there
+           (:mod:`agents.update_hazard`), and what was measured beyond both, in proportion to the hits
 slo        the measured P99, moved with the load on the model
 refresh    in proportion to the warm-up ratios: none without warm-up
 change     exact
@@ -33,11 +34,12 @@ other setting. Nobody should be judged by the estimate without a margin.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from agents.update_hazard import UpdateMeter, Updates
 from envs.objective import Cost, Prices, Usage, price
 from envs.signal_batch import ABSURD
 from envs.signals import ArmSignals
@@ -70,6 +72,7 @@ class Service:
         entry_bytes: Bytes that an insertion adds; NaN while unknown.
         miss_response: Growth of the log of the latency of misses per completion token per second at the model.
         p99_response: The same of P99.
+        updates: When answers became outdated otherwise than by age.
     """
 
     input_tokens: float = math.nan
@@ -81,6 +84,7 @@ class Service:
     entry_bytes: float = math.nan
     miss_response: float = 0.0
     p99_response: float = 0.0
+    updates: Updates = field(default_factory=Updates, compare=False)
 
     @property
     def known(self) -> bool:
@@ -119,23 +123,26 @@ class ServiceMeter:
     def __init__(self, weight: float = 0.3, memory: float = 0.98) -> None:
         self._weight = weight
         self._memory = memory
+        self._updates = UpdateMeter(memory)
         self.reset()
 
     def reset(self) -> None:
         """Forget every window."""
         self.service = Service()
+        self._updates.reset()
         self._moments = np.zeros((2, 6))  # for log latency of misses and log P99: weight, x, y, xx, xy, yy
         self._inserted = np.zeros(2)  # products of entries and bytes by which the cache grew, squares of the entries
         self._held = math.nan
         self._surplus = (_Average(), _Average())  # without warm-up, with it
 
-    def update(self, signals: ArmSignals, knobs: Knobs, filled: float | None = None) -> None:
+    def update(self, signals: ArmSignals, knobs: Knobs, filled: float | None = None, oldest: float = math.inf) -> None:
         """Take one more window in; what is missing in it leaves the averages as they are.
 
         Args:
             signals: The window.
             knobs: The knobs that were in force.
             filled: Bytes that the cache could hold by then, where it grew lately; default: its size.
+            oldest: Seconds that its oldest entry is old (:func:`agents.update_hazard.oldest_age`); default: its TTL.
         """
         service = self.service
         misses = signals.requests * (1.0 - signals.hit_ratio)
@@ -150,7 +157,11 @@ class ServiceMeter:
             service = replace(service, hit_latency=self._mean(service.hit_latency, signals.hit_latency))
         ghost = signals.ghost
         if ghost is not None and usable(ghost) and _shares(signals):
-            self._surplus[int(knobs.warmup_ratio > 0)].add(_surplus(signals, ghost, _read_at(knobs, filled)), self._memory)
+            held = _read_at(knobs, filled)
+            self._updates.update(signals, ghost, held, ghost_shares(ghost, held)[1], oldest)
+            service = replace(service, updates=self._updates.updates)
+            surplus = _surplus(signals, ghost, held, service.updates.outdated(held, oldest))
+            self._surplus[int(knobs.warmup_ratio > 0)].add(surplus, self._memory)
             cold, warm = self._surplus
             hits, stale = (warm.mean - cold.mean) * cold.trust * warm.trust
             service = replace(service, warmed_hits=max(float(hits), 0.0), warmed_stale=min(float(stale), 0.0))
@@ -185,6 +196,7 @@ def counterfactual(
     *,
     change_steps: float = 0.0,
     filled: tuple[float, float] | None = None,
+    oldest: tuple[float, float] = (math.inf, math.inf),
 ) -> Cost | None:
     """Estimate what other knobs would have cost on a window's own requests.
 
@@ -196,6 +208,8 @@ def counterfactual(
         prices: The prices.
         change_steps: Grid steps by which the other knobs would have moved at the window's start.
         filled: Bytes that the two caches could hold in the window, ours and the other (:func:`refilled`); default: their sizes.
+        oldest: Ages of their oldest entries, seconds (:func:`agents.update_hazard.oldest_age`); default: as old as their TTLs let
+            them be.
 
     Returns:
         US dollars per 1,000 requests by term, equal to the measured cost (but for the change) where ``other`` is ``applied``;
@@ -215,10 +229,11 @@ def counterfactual(
     # What warm-up did in our window and would have done in the other: in proportion to the ratios.
     kept = min(1.0, other.warmup_ratio / applied.warmup_ratio) if applied.warmup_ratio > 0 else 1.0
     ours, theirs = filled if filled is not None else (None, None)
-    surplus, beyond = _surplus(signals, ghost, _read_at(applied, ours))
+    here, there = _read_at(applied, ours), _read_at(other, theirs)
+    surplus, beyond = _surplus(signals, ghost, here, service.updates.outdated(here, oldest[0]))
     surplus -= (1.0 - kept) * service.warmed_hits
     beyond -= (1.0 - kept) * service.warmed_stale
-    ghost_hits, ghost_stale = ghost_shares(ghost, _read_at(other, theirs))
+    ghost_hits, aged = ghost_shares(ghost, there)
     hit_ratio = min(max(ghost_hits + surplus, 0.0), 1.0)
     more = signals.requests * (signals.hit_ratio - hit_ratio)  # misses that the other setting would have had beyond ours
     misses = signals.requests * (1.0 - hit_ratio)
@@ -230,7 +245,8 @@ def counterfactual(
     slower = miss_latency * (_factor(service.miss_response, heavier) - 1.0)
     hit_latency = 0.0 if math.isnan(service.hit_latency) else service.hit_latency
     latency = signals.latency_sum + more * (miss_latency - hit_latency) + misses * slower
-    stale = ghost_stale + beyond * (min(hit_ratio / signals.hit_ratio, 1.0) if signals.hit_ratio > 0 else 1.0)
+    stale = _stale(hit_ratio, aged, service.updates.outdated(there, oldest[1]))
+    stale += beyond * (min(hit_ratio / signals.hit_ratio, 1.0) if signals.hit_ratio > 0 else 1.0)
     cost = price(
         Usage(
             requests=signals.requests,
@@ -286,10 +302,15 @@ def ghost_shares(curve: GhostCurve, knobs: Knobs) -> tuple[float, float]:
     return hits, math.exp(stale) - _LEAST_STALE
 
 
-def _surplus(signals: ArmSignals, ghost: GhostCurve, knobs: Knobs) -> tuple[float, float]:
-    """Return what was measured beyond the ghost's hits and stale hits at the same setting, each per request."""
-    hits, stale = ghost_shares(ghost, knobs)
-    return signals.hit_ratio - hits, signals.stale_hits / signals.requests - stale
+def _stale(hits: float, aged: float, outdated: float) -> float:
+    """Return stale hits per request: those outdated by age, and of the other hits the share that updates have outdated."""
+    return aged + max(hits - aged, 0.0) * outdated
+
+
+def _surplus(signals: ArmSignals, ghost: GhostCurve, knobs: Knobs, outdated: float) -> tuple[float, float]:
+    """Return the hits and the stale hits, each per request, beyond what the ghost and updates explain at the same setting."""
+    hits, aged = ghost_shares(ghost, knobs)
+    return signals.hit_ratio - hits, signals.stale_hits / signals.requests - _stale(signals.hit_ratio, aged, outdated)
 
 
 def usable(curve: GhostCurve) -> bool:

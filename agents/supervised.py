@@ -19,6 +19,7 @@ import numpy as np
 from agents.counterfactual import ServiceMeter, counterfactual, refilled
 from agents.curve import CurvePolicy
 from agents.policy import Policy, Proposal
+from agents.update_hazard import oldest_age
 from envs.action import MAX_STEPS, limit_step
 from envs.objective import Cost
 from envs.observation import Observation
@@ -175,6 +176,7 @@ class SupervisedPolicy:
         self._path_before: Knobs | None = None
         self._held = math.nan  # measured at the end of the interval before, bytes
         self._filled = (math.inf, math.inf)  # what our cache and the curve's could hold by then, bytes
+        self._oldest = (0.0, 0.0)  # age of the oldest entry of our cache and of the curve's by then, seconds
 
     def decide(self, observation: Observation) -> Proposal:
         """Return the policy's proposal, or the fallback's while it is benched; the reason and the details say which and why."""
@@ -214,9 +216,10 @@ class SupervisedPolicy:
             # us, it would have held the curve.
             path = before = observation.knobs if foreign else before
         ours, theirs = self._fill(observation, path)
-        self._meter.update(signals, observation.knobs, ours)
+        self._meter.update(signals, observation.knobs, ours, self._oldest[0])
         if self._path is None or foreign:
             self._path, self._filled = observation.knobs, (self._filled[0], self._filled[0])
+            self._oldest = (self._oldest[0], self._oldest[0])
             return
         self._path = path
         self._reference = counterfactual(
@@ -227,6 +230,7 @@ class SupervisedPolicy:
             observation.prices,
             change_steps=float(np.sqrt(np.sum((space.to_steps(path) - space.to_steps(before)) ** 2))),
             filled=(ours, theirs),
+            oldest=self._oldest,
         )
         cost, requests = observation.cost.total, signals.requests
         if self._reference is None or not in_charge or not abs(cost - self._reference.total) < _ABSURD:
@@ -236,15 +240,20 @@ class SupervisedPolicy:
         self._found = weigh(list(self._evidence), self.supervision.margin)
 
     def _fill(self, observation: Observation, path: Knobs) -> tuple[float, float]:
-        """Return what our cache and the curve's could hold in the interval that has ended, bytes."""
+        """Return what our cache and the curve's could hold in the interval that has ended, bytes; follow the ages of both."""
         signals, service = observation.signals, self._meter.service
         held, before = signals.resident_bytes, self._held
         if not math.isfinite(before) or held < 0.5 * min(before, observation.knobs.cache_size):
             # The first interval, or a flush, which empties both and the ghost's as well: its own refilling is in the curve.
             self._filled = (math.inf, math.inf)
+            self._oldest = (0.0, 0.0)
         ours, our_end = refilled(self._filled[0], observation.knobs.cache_size, signals, service)
         theirs, their_end = refilled(self._filled[1], path.cache_size, signals, service)
         self._held, self._filled = held, (our_end, their_end)
+        self._oldest = (
+            oldest_age(self._oldest[0], observation.knobs, signals.window),
+            oldest_age(self._oldest[1], path, signals.window),
+        )
         return ours, theirs
 
     def _count_down(self) -> bool:
