@@ -509,7 +509,7 @@ class NeighbourSettings(Settings):
     transport: Literal["auto", "rdma", "tcp"] = "auto"
     device: str | None = None
     deadline: Seconds = 0.05
-    inbox_slots: Annotated[int, Field(ge=1, le=4096)] = 64
+    inbox_slots: Annotated[int, Field(ge=1, le=128)] = 64
     slot_bytes: Annotated[int, Field(ge=4096, le=16 * MIB, multiple_of=64)] = 65536
 
     @field_validator("secret")
@@ -612,10 +612,10 @@ class GatewaySettings(Settings):
             )
         if self.neighbours.listen is not None and not self.memory.shared:
             raise ValueError("neighbours.listen: expected memory.shared, since what neighbours read is the arena; got false")
-        if self.neighbours.listen is not None and not self.neighbours.peers and self.redis_url is None:
-            raise ValueError(
-                "neighbours.peers: expected the nodes, or a redis_url through which they find each other; got neither"
-            )
+        if self.neighbours.listen is not None and self.redis_url is None:
+            raise ValueError("neighbours.listen: expected a redis_url, since by it nodes hear of what was removed; got null")
+        if self.neighbours.listen is not None and self.storage.encryption_key is not None:
+            raise ValueError("neighbours.listen: expected no storage.encryption_key, since entries go to neighbours in the clear")
         return self
 
     @property

@@ -35,7 +35,16 @@ from serving.settings import GatewaySettings, LlmSimSettings
         ({"neighbours": {"listen": "h:7400"}}, "neighbours", "expected one, since listen is set"),
         ({"neighbours": {"listen": "h:7400", "secret": "short"}}, "neighbours.secret", "expected at least 16 characters"),
         ({"neighbours": {"peers": ["h:7400"]}}, "neighbours", "expected host:port, since peers is given"),
-        ({"neighbours": {"listen": "h:7400", "secret": "s" * 16}}, "", "expected the nodes, or a redis_url"),
+        ({"neighbours": {"listen": "h:7400", "secret": "s" * 16}}, "", "expected a redis_url, since by it nodes hear"),
+        (
+            {
+                "neighbours": {"listen": "h:7400", "secret": "s" * 16},
+                "redis_url": "redis://r",
+                "storage": {"encryption_key": "A" * 43 + "="},
+            },
+            "",
+            "expected no storage.encryption_key, since entries go to neighbours in the clear",
+        ),
         (
             {"neighbours": {"listen": "h:7400", "secret": "s" * 16, "peers": ["h:7400"]}, "memory": {"shared": False}},
             "",
