@@ -38,6 +38,9 @@ SPIN = 20e-6
 YIELD = 200e-6
 """Seconds between polls where the completion channel has no descriptor."""
 
+PROBE_SECONDS = 1.0
+"""Seconds that the first read over a link may take, whatever the deadline: the exchange is bounded."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -303,7 +306,15 @@ class VerbsDialing:
         link = VerbsLink(self._pair, self._landing, arena, inbox, hello, self._deadline, connection)
         self._links.add(link)
         # Both ends can be right and the way between them closed to RDMA: then another transport has to be tried now.
-        await link.read(0, UNIT)
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await link.read(0, UNIT)
+        except TimeoutError:
+            link.lose(f"{connection.peer}: no answer in {PROBE_SECONDS:g} s")
+            raise LinkLost(f"{connection.peer}: no answer by RDMA in {PROBE_SECONDS:g} s") from None
+        except BaseException:
+            link.lose("given up")
+            raise
         return link
 
     def abandon(self) -> None:

@@ -461,7 +461,7 @@ async def fallback() -> str:
             assert await reader.get(number) == answer(number, 1, 2048)
         assert (reader.count("hits", "tcp"), reader.count("lost", "none")) == (20, 0), reader.tier.counts
         await reader.tier.close()
-    broken = Altered(verbs_link.VerbsClient(), lambda told: told.update(psn=(int(told["psn"]) + 99) % 2**24))
+    broken = Altered(verbs_link.VerbsClient(), lambda told: told.update(qpn=(int(told["qpn"]) + 5000) % 2**24))
     reader = Reader(able, [broken, TcpTransport()], deadline=0.5)
     await reader.tier.start()
     await reader.linked("tcp")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import Hello, LinkLost
 from serving.neighbours.verbs import Endpoint, Remote, VerbsError, ack_timeout, choose_gid, parse_device
-from serving.neighbours.verbs_link import LANE_BYTES, LANES, VerbsLink
+from serving.neighbours.verbs_link import LANE_BYTES, LANES, VerbsDialing, VerbsLink
 from tests.requirements import ROOT
 
 ARENA = bytes(range(256)) * 4096
@@ -381,3 +382,85 @@ async def test_what_no_transport_takes_is_not_asked_for() -> None:
             await link.write(slot, bytes(size))
     assert not link.lost
     await link.close()
+
+
+# -- links in the making -----------------------------------------------------------------------------------------------------
+
+
+class MadeUpDevice:
+    """A device whose one queue pair is made up."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self.regions: list[SimpleNamespace] = []
+        self.answers = answers
+        self.pair: Any = None
+
+    def register(self, memory: mmap.mmap, remote: str) -> SimpleNamespace:
+        region = SimpleNamespace(lkey=5, remote=Remote(0, len(memory), 0), closed=0)
+        region.close = lambda: setattr(region, "closed", region.closed + 1)
+        self.regions.append(region)
+        self.pair = MadeUpPair(memory, at_once=self.answers)
+        return region
+
+    def queue_pair(self, depth: int) -> Any:
+        assert depth == LANES
+        self.pair.endpoint = ENDPOINT
+        self.pair.connect = lambda peer, deadline: None
+        return self.pair
+
+
+ENDPOINT = Endpoint(1, 2, "0000:0000:0000:0000:0000:ffff:0a00:0001", 0, 5, 16)
+TOLD = {
+    **ENDPOINT.parameters(),
+    **Remote(0, len(ARENA), 6).parameters("arena"),
+    **Remote(0, SLOTS * SLOT_BYTES, 7).parameters("inbox"),
+}
+
+
+def dialing(device: Any, deadline: float = 5.0) -> VerbsDialing:
+    return VerbsDialing(device, deadline, WeakSet())
+
+
+async def test_a_link_is_there_once_something_was_read_over_it() -> None:
+    device = MadeUpDevice()
+    made = dialing(device)
+    assert Endpoint.read(made.parameters) == ENDPOINT
+    link = await made.finish(TOLD, HELLO, Framed(100))
+    assert await link.read(64, 64) == ARENA[64:128]
+    await link.close()
+    assert device.pair.closed
+    assert device.regions[0].closed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"qpn": -1}, {"gid": "here"}, {"arena_length": 64}, {"arena_rkey": None}, {"inbox_length": SLOT_BYTES}, {"mtu": 9}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+async def test_a_peer_whose_end_cannot_be_leaves_nothing_behind(wrong: dict[str, Any]) -> None:
+    device = MadeUpDevice()
+    with pytest.raises(LinkLost, match="expected"):
+        await dialing(device).finish({**TOLD, **wrong}, HELLO, Framed(100))
+    assert device.pair.closed
+    assert device.regions[0].closed
+
+
+async def test_a_way_that_carries_nothing_leaves_nothing_behind() -> None:
+    device = MadeUpDevice(answers=False)
+    made = dialing(device, 0.02)
+    with pytest.raises(LinkLost, match="no answer"):
+        await made.finish(TOLD, HELLO, Framed(100))
+    made.abandon()
+    assert device.pair.closed
+    assert device.regions[0].closed
+
+
+async def test_an_exchange_that_is_given_up_leaves_nothing_behind() -> None:
+    device = MadeUpDevice(answers=False)
+    task = asyncio.create_task(dialing(device).finish(TOLD, HELLO, Framed(100)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert device.pair.closed
+    assert device.regions[0].closed
