@@ -145,6 +145,17 @@ async def test_a_record_that_says_it_is_longer_than_its_room_is_a_miss(arena: Ar
     assert len(memory.reads) <= MOST_READS
 
 
+@pytest.mark.parametrize("length", [0, 8, 56, 64, 192, 320])
+@pytest.mark.parametrize("after", [0, 1, 2])
+async def test_an_answer_of_another_length_is_a_miss(arena: ArenaTier, length: int, after: int) -> None:
+    def spoil(count: int, data: bytes) -> bytes:
+        return data if count <= after else data[:length].ljust(length, b"\0")
+
+    memory = Memory(arena.mapping.words.tobytes(), arena.mapping.geometry, spoil)
+    assert await look(memory, 20) is None
+    assert len(memory.reads) <= MOST_READS
+
+
 async def test_an_entry_of_another_epoch_is_a_miss(arena: ArenaTier) -> None:
     geometry = arena.mapping.geometry
     other = Geometry(geometry.bytes, geometry.buckets, geometry.edges, geometry.index, geometry.values, geometry.epoch + 1)
