@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving.neighbours.exchange import (
     EXCHANGE_SECONDS,
@@ -74,7 +74,15 @@ class Messages:
         self._queue.put_nowait(None)
 
 
-async def dial(address: str, transports: Sequence[ClientTransport], *, secret: bytes, namespace: str, deadline: float) -> Link:
+async def dial(
+    address: str,
+    transports: Sequence[ClientTransport],
+    *,
+    secret: bytes,
+    namespace: str,
+    deadline: float,
+    fell_back: Callable[[str], None] = lambda _: None,
+) -> Link:
     """Return a link to the peer at ``host:port``, over the first of the transports that the peer has too.
 
     Bounded by :data:`serving.neighbours.exchange.EXCHANGE_SECONDS`. A transport that fails is left out, and the next one tried.
@@ -85,6 +93,7 @@ async def dial(address: str, transports: Sequence[ClientTransport], *, secret: b
         secret: Shared by all nodes.
         namespace: The cache's.
         deadline: Seconds that a call of the link may take.
+        fell_back: Told why a transport that both sides have is not the one, in words.
 
     Raises:
         LinkLost: If the peer cannot be reached or ends the exchange.
@@ -98,6 +107,7 @@ async def dial(address: str, transports: Sequence[ClientTransport], *, secret: b
             left = [each for each in left if each.name != failed.name]
             if not left:
                 raise failed.error from None
+            fell_back(f"by {left[0].name}, since {failed.name} failed: {failed.error}")
 
 
 class _Failed(Exception):

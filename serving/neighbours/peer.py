@@ -85,7 +85,7 @@ class Peer:
         self._queued = asyncio.Event()
         self._offers: deque[tuple[float, str, Entry]] = deque()
         self._offered_bytes = 0
-        self._complaint = ""
+        self._complaint = self._fallback = ""
         self._tasks = [
             asyncio.create_task(self._keep(), name=f"neighbour-link-{address}"),
             asyncio.create_task(self._send(), name=f"neighbour-offers-{address}"),
@@ -210,6 +210,11 @@ class Peer:
         if str(error) != self._complaint:
             self._complaint = str(error)
             _log.warning("neighbours: %s is not read for now: %s", self.address, error)
+
+    def _fell_back(self, words: str) -> None:
+        if words != self._fallback:
+            self._fallback = words
+            _log.warning("neighbours: %s is read %s", self.address, words)
 
     # -- offers --------------------------------------------------------------------------------------------------------------
 

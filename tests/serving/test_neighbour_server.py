@@ -76,8 +76,10 @@ async def test_a_transport_that_fails_is_left_out(tmp_path: Path) -> None:
             pass
 
     async with owner(tmp_path / "arena", offers=[lambda arena, inbox: Refusing()]) as (_, serving):
-        link = await linked(serving, [Broken(), TcpTransport()])
+        told: list[str] = []
+        link = await linked(serving, [Broken(), TcpTransport()], fell_back=told.append)
         assert link.transport == "tcp"
+        assert told == ["by tcp, since rdma failed: no more queue pairs"]
         await link.close()
 
         class Willing(TcpTransport):
