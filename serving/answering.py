@@ -151,7 +151,7 @@ class Answering:
     async def _stream_of(self, x: Exchange, entry: Entry) -> tuple[bytes | None, str, int]:
         """Return an entry as the stream that a client gets, or what it does not have yet; with its validator and the offset."""
         inbound = x.inbound
-        body, validator = self._renditions.body(entry, inbound), inbound.validator_of(validators.tag_of(entry))
+        body, validator = self._renditions.body(entry, inbound), inbound.validator_of(self._renditions.tag(entry))
         if body is None:
             return None, "", 0
         offset = inbound.resume or 0

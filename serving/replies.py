@@ -96,6 +96,9 @@ def saved_tokens(entry: Entry) -> tuple[bytes, bytes]:
     return b"x-cache-saved-tokens", b"%d" % (entry.input_tokens + entry.output_tokens)
 
 
+_MOST_TAGS = 4096
+
+
 class Renditions:
     """An entry's body in the form that a client asks for; those that take parsing are kept, the least recently used go.
 
@@ -109,6 +112,7 @@ class Renditions:
         self._limit = limit
         self._used = 0
         self._kept: OrderedDict[tuple[bytes, float, bool, bool], bytes] = OrderedDict()
+        self._tags: dict[tuple[bytes, float], str] = {}
 
     def body(self, entry: Entry, inbound: Inbound) -> bytes | None:
         """Return the whole of what the client gets, or None where the entry cannot be given in that form."""
@@ -119,6 +123,18 @@ class Renditions:
         if body is not None and inbound.fresh_id:
             body = with_fresh_id(body, stream=inbound.asked.stream)
         return body
+
+    def tag(self, entry: Entry) -> str:
+        """Return the tag of an entry's stream (:mod:`serving.validators`)."""
+        if entry.form == "sse":
+            return validators.tag_of(entry)
+        name = (entry.key, entry.written_at)
+        known = self._tags.get(name)
+        if known is None:  # a digest of the whole body, which may be long
+            if len(self._tags) >= _MOST_TAGS:
+                self._tags.clear()
+            known = self._tags[name] = validators.tag_of(entry)
+        return known
 
     def _converted(self, entry: Entry, *, stream: bool, usage: bool) -> bytes | None:
         if stream and usage and entry.form == "sse":

@@ -65,7 +65,7 @@ def stamped(meta: bytes, tag: str) -> bytes:
 
 def tag_of(entry: Entry) -> str:
     """Return the tag of an entry's stream."""
-    found = _STAMP.search(entry.meta)
+    found = _stamp(entry.meta)
     return found[1].decode() if found is not None else content_tag(entry.body)
 
 
@@ -130,6 +130,10 @@ class EventIds(sse.Numbers):
         return b"".join(written)
 
 
+def _stamp(meta: bytes) -> re.Match[bytes] | None:
+    return _STAMP.search(meta, max(0, len(meta) - LONGEST - len(b',"stream":""}')))
+
+
 def _bare(meta: bytes) -> bytes:
-    found = _STAMP.search(meta)
+    found = _stamp(meta)
     return meta if found is None else meta[: found.start()] + b"}"

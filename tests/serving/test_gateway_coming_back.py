@@ -188,3 +188,31 @@ async def test_a_second_client_of_a_stream_that_broke_off_gets_its_rest_from_the
         more = await stream(client, headers={**coming_back, "x-cache-offset": "4"})
         assert more.headers["x-cache-offset"] == "0"
     assert len(model.asked) == 2
+
+
+async def test_a_stream_that_another_replica_went_on_with_is_not_taken_for_the_one_that_the_first_began(
+    redis_url: str, namespace: str
+) -> None:
+    model = telling()
+    model.pause.clear()
+    settings = {"redis_url": redis_url, "namespace": namespace, "streams": {"keep_partial": False}}
+    async with before(model, replicas=2, **settings) as (one, other):
+        leading = asyncio.create_task(stream(one))
+        await until(lambda: len(model.asked) == 1, "the first to lead")
+        async with other.stream("hello") as (response, chunks):
+            named = response.headers["etag"]
+            for _ in range(3):
+                await anext(chunks)
+            await one.gateway.runtime.flights.close()
+            await until(lambda: len(model.asked) == 2, "the other to ask instead")
+            late = {"x-cache-offset": "3", "if-range": named}
+            async with other.stream("hello", late) as (joined_late, rest):
+                assert joined_late.headers["x-cache-offset"] == "0"
+                assert joined_late.headers["etag"] != named
+                model.pause.set()
+                assert [chunk async for chunk in rest]
+            assert [chunk async for chunk in chunks]
+        kept = await stream(other)
+        assert (kept.cache, kept.headers["etag"], told(kept.body)) == ("HIT", joined_late.headers["etag"], TEXT)
+        assert (await stream(other, headers=late)).headers["x-cache-offset"] == "0"
+        await asyncio.gather(leading, return_exceptions=True)
