@@ -568,7 +568,7 @@ async def _state(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | s
     return state
 
 
-_KEPT_KEYS = frozenset(("state", "desired", "applied", "audit", "leader", "acceptance", "accesses"))
+_KEPT_KEYS = frozenset(("state", "desired", "applied", "audit", "leader", "acceptance", "accesses", "memories", "neighbours"))
 """Kinds of keys that are there once per arm or namespace, whatever was asked."""
 
 _ONCE = frozenset(("FlightFeed._listen",))
