@@ -14,7 +14,12 @@ MODULES = ("serving.tiers.arena", "serving.tiers.rdma", "serving.neighbours.serv
 
 
 def main() -> int:
-    importlib.import_module("pyverbs.device")
+    """Import all; return 3 where pyverbs cannot be."""
+    try:
+        importlib.import_module("pyverbs.device")
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+        return 3
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
     sources = Path(importlib.import_module("serving").__file__ or "").parent
     current = {cache_folder(each, str(folder)).name for each in (sources, sources / "arena", sources / "neighbours")}

@@ -77,8 +77,14 @@ cat >"$work/environment" <<VARIABLES
 export PYTHONPATH=$work/pyverbs/usr/lib/python3/dist-packages:$site NUMBA_CACHE_DIR=$work/numba NUMBA_CPU_NAME=nehalem NUMBA_CPU_FEATURES=
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 VARIABLES
-(. "$work/environment"; cd "$work/tree"; "$python" -m tests.rdma.compile) ||
+compiled=0
+(. "$work/environment"; cd "$work/tree"; "$python" -m tests.rdma.compile) || compiled=$?
+if [ "$compiled" = 3 ]; then
   missing "pyverbs of this Debian does not go with $("$python" --version): needs the libraries and the Python that it was made for"
+elif [ "$compiled" != 0 ]; then
+  echo "test-rdma: what the guest runs cannot be imported" >&2
+  exit 1
+fi
 
 limit=${LIMIT:-$((295 - SECONDS + began))}                    # five minutes in all
 results=$work/results.json; log=$work/guest.log; console=$work/console.log
