@@ -33,6 +33,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from envs.simulator import CacheSimulator, SimConfig
+from envs.workloads.entry import metadata_bytes
 from envs.workloads.trace import Trace
 from experiments.access import read_access_log
 from experiments.replay import replay
@@ -119,7 +120,7 @@ def compare_live(
         seconds: Length of the replay.
         max_inflight: Most requests under way at once. With 1 a request waits for the answer to the one before it, and nothing is
             left to the order in which the parts of a busy machine get their turn.
-        replicas: Gateway replicas. With one, tiers can be compared one by one; several have a memory tier each.
+        replicas: Gateway replicas. They share one memory tier, an arena.
         model: The simulated model; None: a quick one, so that answers are in the cache before they are asked for again.
         say: Told what happens.
 
@@ -163,6 +164,7 @@ def _settings(redis_url: str, base_url: str, folder: Path, knobs: Knobs, replica
             "arms": {ARM: {"share": 1.0, "knobs": {**knobs.to_dict(), "ttl": knobs.ttl}}},
             "upstream": {"base_url": base_url},
             "ghost": {"enabled": False},
+            "memory": {"path": str(folder / "arena")},
             # The token bucket sets the pace, which is the same for both, and not how quickly this machine refreshes.
             "warmup": {"period": 0.1, "refreshes_per_second": 40.0, "burst": 8, "max_inflight": 32},
             "replicas": replicas,
@@ -269,6 +271,7 @@ def _beside(
     config = SimConfig(
         space=settings.space.space(),
         l1_share=rules.l1_share,
+        memory_eviction="clock" if settings.memory.shared else "lru",
         ttl_jitter=rules.ttl_jitter,
         upstream=model.upstream_model(),
         warmup=warmup.rules(),
@@ -281,6 +284,8 @@ def _beside(
     origin = first.at
     arrived, keys, order = _arrivals(trace, settings.namespace, model.model, log)
     columns = {name: getattr(trace, name)[order] for name in ("size", "group", "input_tokens", "output_tokens", "prompt_id")}
+    # The gateway keeps the model's name with each entry, which a trace knows nothing of.
+    columns["size"] = columns["size"] + metadata_bytes(model.model)
     met = replace(trace, **columns, time=np.maximum(arrived - origin, 0.0), key=keys)
     simulator = CacheSimulator(met, config, first.knobs)
     rows, calls = [], 0

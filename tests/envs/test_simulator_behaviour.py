@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from envs.simulator import CacheSimulator, SimConfig
+from envs.simulator import CacheSimulator, MemoryEviction, SimConfig
 from envs.simulator.prepared import prepare
 from envs.workloads import Trace, sessions
 from serving.hotset import WarmupRules
@@ -86,6 +86,33 @@ def test_an_entry_larger_than_the_memory_tier_is_served_from_the_store() -> None
     trace = requests((0, 1), (1, 1), size=30)
     signals = CacheSimulator(trace, replace(CONFIG, l1_share=0.25), Knobs(100, FOREVER)).step(2.0).signals
     assert signals.hit_ratio_by_tier == {"memory": 0.0, "redis": 0.5}
+
+
+def test_clock_spares_an_entry_that_was_used_once() -> None:
+    # 1 is used once, so for 3 it is 2 that goes; unused since, 1 goes for 4 before 3 does. LRU would have done the same for 3.
+    trace = requests((0, 1), (1, 2), (2, 1), (3, 3), (4, 3), (5, 4), (6, 1))
+    config = replace(CONFIG, store=False, memory_eviction="clock")
+    simulator = CacheSimulator(trace, config, Knobs(200, FOREVER))
+    hits = [simulator.step(1.0).signals.hit_ratio for _ in range(7)]
+    assert hits == [0, 0, 1, 0, 1, 0, 0]
+    assert simulator.resident == {"memory": (2, 200), "redis": (2, 200)}
+
+
+def test_without_a_store_all_of_the_budget_is_memory_and_its_hits_are_as_fast() -> None:
+    config = replace(CONFIG, store=False, l1_share=0.0, memory_latency=0.25)
+    signals = CacheSimulator(requests((0, 1), (1, 1)), config, Knobs(100, FOREVER)).step(2.0).signals
+    assert signals.hit_ratio_by_tier == {"memory": 0.5, "redis": 0.0}
+    assert signals.hit_latency == 0.25
+
+
+@pytest.mark.parametrize(("eviction", "outlives"), [("clock", 2), ("lru", 1)])
+def test_clock_does_not_know_which_of_two_uses_was_the_later(eviction: MemoryEviction, outlives: int) -> None:
+    # Both were used when 3 comes: CLOCK then goes by when they came, LRU by when they were used.
+    trace = requests((0, 1), (1, 2), (2, 2), (3, 1), (4, 3), (5, outlives))
+    config = replace(CONFIG, store=False, memory_eviction=eviction)
+    simulator = CacheSimulator(trace, config, Knobs(200, FOREVER))
+    simulator.step(5.0)
+    assert simulator.step(1.0).signals.hit_ratio == 1.0
 
 
 def test_misses_queue_for_the_slots_and_the_queue_outlives_the_window() -> None:
@@ -207,6 +234,7 @@ def test_an_empty_trace_is_done_at_once() -> None:
     ("values", "named"),
     [
         ({"l1_share": 1.5}, "l1_share"),
+        ({"memory_eviction": "fifo"}, "memory_eviction"),
         ({"ttl_jitter": 1.0}, "ttl_jitter"),
         ({"staleness_half_life": 0.0}, "staleness_half_life"),
         ({"memory_latency": -1.0}, "memory_latency"),

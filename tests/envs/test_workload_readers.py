@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from envs.workloads import TraceError, entry_bytes, load
+from envs.workloads.entry import metadata_bytes
 from serving.llm_sim import Answer, answer_size
-from serving.tiers.base import Entry
+from serving.tiers.base import Entry, EntryMeta
 from tests.requirements import trace as trace_file
 
 APACHE = "t_s,method,path,status,bytes\n0,GET,/a,200,100\n1,POST,/a,200,100\n2,GET,/b,200,4000\n2,GET,/a,304,99999\n"
@@ -98,6 +100,8 @@ def test_entry_bytes_are_those_of_the_stored_answer(tokens: int, vector: bool) -
     body = Answer("0" * 64, "x" * 4 * tokens, 10, tokens, "stop").to_json("llm-sim", "1")
     entry = Entry(bytes(32), body, 0.0, context=bytes(32) if vector else b"", vector=bytes(384) if vector else b"")
     assert entry_bytes(tokens, vector) == entry.size
+    described = replace(entry, meta=EntryMeta(model="llm-sim").dump())
+    assert entry_bytes(tokens, vector) + metadata_bytes("llm-sim") == described.size
     assert len(body) == answer_size(tokens)
 
 
