@@ -157,6 +157,29 @@ async def an_arm_that_comes_later_is_found(bench: Bench) -> None:
         assert await arena.find("late", key(1)) is not None
 
 
+async def an_arena_that_missed_a_removal_is_not_believed(bench: Bench) -> None:
+    async with bench.node() as (tier, server), bench.link(server) as link:
+        tier.put_now(ARM, answer(1, 1, 2000))
+        tier.update_mark_now(ARM, lambda mark: 7)
+        counting = Counting(link)
+        arena = await opened(counting)
+
+        async def reads(least: int) -> tuple[bool, int]:
+            counting.reads.clear()
+            stored = await arena.find(ARM, key(1), least)
+            return stored is not None, len(counting.reads)
+
+        assert await reads(0) == (True, 2)
+        assert await reads(7) == (True, 2), "known from the table of arms"
+        assert await reads(8) == (False, 1)
+        tier.update_mark_now(ARM, lambda mark: 9)
+        assert await reads(8) == (True, 3)
+        assert await reads(9) == (True, 2)
+        tier.update_mark_now(ARM, lambda mark: -12)
+        assert await reads(9) == (True, 2)
+        assert await reads(10) == (False, 1), "it holds what the store may not know of"
+
+
 async def a_corrupted_entry_is_a_miss(bench: Bench) -> None:
     async with bench.node() as (tier, server), bench.link(server) as link:
         arena = await opened(link)
@@ -367,6 +390,7 @@ CHECKS: tuple[Callable[[Bench], Awaitable[None]], ...] = (
     what_is_not_there_is_a_miss,
     entries_in_their_other_bucket_are_found,
     an_arm_that_comes_later_is_found,
+    an_arena_that_missed_a_removal_is_not_believed,
     a_corrupted_entry_is_a_miss,
     a_full_arena_is_read,
     no_torn_value_is_taken_from_a_racing_writer,

@@ -7,7 +7,7 @@ Each peer has slots that are its alone. An entry in a slot, in little-endian wor
          2     bytes of the payload, and of the arm's name from bit 32
          3-6   the key
          7-14  the arm's name
-        15     zero
+        15     number of the store's last removal when it had the entry (:mod:`serving.coherence`); -1: not known
         16-    the payload: an entry's stored form (:mod:`serving.tiers.codec`), filled up with zeros
 
 The owner tells what it has taken out by the number of the last entry of each slot, in words of its arena's header that peers can
@@ -37,7 +37,7 @@ assert H_TAKEN + MOST_SLOTS <= HEADER_WORDS
 HEAD_WORDS = 16
 HEAD_BYTES = 8 * HEAD_WORDS
 _NAME_BYTES = 64
-_SUM, _NUMBER, _LENGTHS, _KEY, _NAME = 0, 1, 2, 3, 7
+_SUM, _NUMBER, _LENGTHS, _KEY, _NAME, _KNOWN = 0, 1, 2, 3, 7, 15
 _LOW = 0xFFFFFFFF
 _HEAD = struct.Struct(f"<qqq{KEY_BYTES}s{_NAME_BYTES}sq")
 
@@ -58,14 +58,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An entry that was in a slot, whole: the arm's name, the key, and the stored form."""
+    """An entry that was in a slot, whole: arm, key, stored form, and the number of the store's last removal when it had it."""
 
     arm: str
     key: bytes
     stored: bytes
+    known: int | None = None
 
 
-def encode(arm: str, key: bytes, stored: bytes, number: int, epoch: int) -> bytes:
+def encode(arm: str, key: bytes, stored: bytes, number: int, epoch: int, known: int | None = None) -> bytes:
     """Return what is written into a slot.
 
     Args:
@@ -74,6 +75,7 @@ def encode(arm: str, key: bytes, stored: bytes, number: int, epoch: int) -> byte
         stored: Its stored form.
         number: Of the entry in its slot, >= 1.
         epoch: Of the owner's arena.
+        known: Number of the store's last removal when it had the entry; None: not known.
 
     Raises:
         ValueError: If name or key have another length.
@@ -83,7 +85,7 @@ def encode(arm: str, key: bytes, stored: bytes, number: int, epoch: int) -> byte
         raise ValueError(f"inbox: expected a name of 1 to 64 bytes and a key of 32, got {len(name)} and {len(key)}")
     words = np.zeros(HEAD_WORDS + (len(stored) + 7) // 8, np.int64)
     view = words.data.cast("B")
-    _HEAD.pack_into(view, 0, 0, number, len(stored) | len(name) << 32, key, name, 0)
+    _HEAD.pack_into(view, 0, 0, number, len(stored) | len(name) << 32, key, name, -1 if known is None else known)
     view[HEAD_BYTES : HEAD_BYTES + len(stored)] = stored
     words[_SUM] = checksum(words, 1, 0, len(words), epoch)
     return words.tobytes()
@@ -107,7 +109,8 @@ def decode(words: Words, epoch: int) -> Arrived | None:
     except UnicodeDecodeError:
         return None
     stored = words[HEAD_WORDS:end].tobytes()[:length]
-    return Arrived(arm, head[8 * _KEY : 8 * _KEY + KEY_BYTES], stored)
+    known = int(words[_KNOWN])
+    return Arrived(arm, head[8 * _KEY : 8 * _KEY + KEY_BYTES], stored, None if known < 0 else known)
 
 
 class Inbox:

@@ -16,6 +16,7 @@ import numpy as np
 
 from serving.arena.layout import (
     A_NAME,
+    A_REMOVALS,
     A_USED_BY,
     ARM_WORDS,
     ARMS,
@@ -80,6 +81,7 @@ class RemoteArena:
         self._clock = clock
         self._arms: dict[tuple[int, int], int] = {}
         self._arms_again = 0.0
+        self._marks: dict[int, int] = {}
         self._private: Words
         self._make_scratch(1 << 14)
 
@@ -93,15 +95,19 @@ class RemoteArena:
         data = await self.link.read(8 * HEADER_WORDS, 8 * ARMS * ARM_WORDS)
         if len(data) != 8 * ARMS * ARM_WORDS:
             raise LinkLost(f"expected {8 * ARMS * ARM_WORDS} bytes of arms, got {len(data)}")
-        table = np.frombuffer(data, np.int64).reshape(ARMS, ARM_WORDS)
-        self._arms = {(int(row[A_NAME]), int(row[A_NAME + 1])): at for at, row in enumerate(table) if row[A_USED_BY] == 1}
+        for number, row in enumerate(np.frombuffer(data, np.int64).reshape(ARMS, ARM_WORDS)):
+            if row[A_USED_BY] == 1:
+                self._arms[int(row[A_NAME]), int(row[A_NAME + 1])] = number
+                self._note_mark(number, int(row[A_REMOVALS]))
 
-    async def find(self, arm: str, key: bytes) -> bytes | None:
+    async def find(self, arm: str, key: bytes, least: int = 0) -> bytes | None:
         """Return the stored form of the entry (:mod:`serving.tiers.codec`), or None: a miss.
 
         Args:
             arm: Name of the arm.
             key: Of the entry, 32 bytes.
+            least: Number of one of the store's removals (:meth:`serving.tiers.local.LocalTier.mark_now`): a miss unless all up to
+                that took effect in the peer's arena before it is looked into. Costs one more read where that is not known yet.
 
         Raises:
             LinkLost: If the peer does not answer.
@@ -115,6 +121,8 @@ class RemoteArena:
             number = self._arms.get(name, -1)
             if number < 0:
                 return None
+        if least > self._marks.get(number, 0) and not await self._has_heard(number, least):
+            return None
         value = digest(_WORD.unpack_from(key)[0], number)
         for attempt in range(ATTEMPTS):
             found = await self._look(value, number, key)
@@ -125,6 +133,18 @@ class RemoteArena:
             if attempt == 0:
                 self.torn += 1
         return None
+
+    async def _has_heard(self, number: int, least: int) -> bool:
+        """Read the arm's mark, and return whether the removals up to that number took effect."""
+        data = await self.link.read(8 * (HEADER_WORDS + number * ARM_WORDS), 8 * ARM_WORDS)
+        if len(data) != 8 * ARM_WORDS:
+            return False
+        self._note_mark(number, _WORD.unpack_from(data, 8 * A_REMOVALS)[0])
+        return self._marks.get(number, 0) >= least
+
+    def _note_mark(self, number: int, mark: int) -> None:
+        # What took effect once has taken effect, also where the mark is negative now: what was stored since is not older.
+        self._marks[number] = max(mark, self._marks.get(number, 0))
 
     async def _look(self, value: int, number: int, key: bytes) -> bytes | int:
         """Look once into the one or two buckets of the digest."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,15 @@ _LOOK_AGAIN = 0.002  # seconds between two looks for a free slot, doubled up to 
 _LOOK_AT_MOST = 0.05
 _WATCH_SECONDS = 0.5
 _log = logging.getLogger(__name__)
+
+
+class _Offer(NamedTuple):
+    """An entry on its way: since when, and the number of the store's last removal when it had it."""
+
+    at: float
+    arm: str
+    entry: Entry
+    known: int | None
 
 
 class Peer:
@@ -83,7 +93,7 @@ class Peer:
         self._breaker = CircuitBreaker(FAILURES, COOLDOWN)
         self._down = asyncio.Event()
         self._queued = asyncio.Event()
-        self._offers: deque[tuple[float, str, Entry]] = deque()
+        self._offers: deque[_Offer] = deque()
         self._offered_bytes = 0
         self._complaint = self._fallback = ""
         self._tasks = [
@@ -96,15 +106,21 @@ class Peer:
         """``rdma`` or ``tcp``; ``none`` while there is no link."""
         return "none" if self._arena is None else self._arena.link.transport
 
-    async def get(self, arm: str, key: bytes) -> Entry | None:
-        """Return the peer's entry; None where it has none, or cannot be asked. Takes ``deadline`` seconds at most."""
+    async def get(self, arm: str, key: bytes, least: int = 0) -> Entry | None:
+        """Return the peer's entry; None where it has none, or cannot be asked. Takes ``deadline`` seconds at most.
+
+        Args:
+            arm: Name of the arm.
+            key: Of the entry.
+            least: As for :meth:`serving.neighbours.lookup.RemoteArena.find`.
+        """
         arena = self._arena
         if arena is None or not self._breaker.allow(self._clock()):
             return None
         transport = arena.link.transport
         try:
             async with asyncio.timeout(self._deadline):
-                stored = await arena.find(arm, key)
+                stored = await arena.find(arm, key, least)
         except (LinkLost, TimeoutError) as error:
             self._counts[transport, "lost"] += 1
             await self._lose(arena, error)
@@ -119,13 +135,19 @@ class Peer:
         self._counts[transport, "hits" if entry is not None else "misses"] += 1
         return entry
 
-    def offer(self, arm: str, entry: Entry) -> None:
-        """Have the entry written into the peer's inbox when there is time; the oldest that wait give way."""
+    def offer(self, arm: str, entry: Entry, known: int | None = None) -> None:
+        """Have the entry written into the peer's inbox when there is time; the oldest that wait give way.
+
+        Args:
+            arm: Name of the arm.
+            entry: What is offered.
+            known: Number of the store's last removal when it had the entry; None: not known.
+        """
         arena = self._arena
         if arena is None or HEAD_BYTES + entry.size > arena.link.hello.slot_bytes:
             self._counts[self.transport, "dropped"] += 1
             return
-        self._offers.append((self._clock(), arm, entry))
+        self._offers.append(_Offer(self._clock(), arm, entry, known))
         self._offered_bytes += entry.size
         while len(self._offers) > MOST_OFFERS or self._offered_bytes > MOST_OFFERED_BYTES:
             self._next_offer()
@@ -134,11 +156,13 @@ class Peer:
 
     def outdated(self, arm: str, keys: Sequence[bytes] | None) -> None:
         """Drop what has not got on its way of what was deleted; None: of the whole arm."""
+        if not self._offers:
+            return
         gone = None if keys is None else set(keys)
-        kept = [each for each in self._offers if each[1] != arm or (gone is not None and each[2].key not in gone)]
+        kept = [each for each in self._offers if each.arm != arm or (gone is not None and each.entry.key not in gone)]
         self._counts[self.transport, "dropped"] += len(self._offers) - len(kept)
         self._offers = deque(kept)
-        self._offered_bytes = sum(entry.size for _, _, entry in kept)
+        self._offered_bytes = sum(each.entry.size for each in kept)
 
     async def close(self) -> None:
         """Let go of the peer."""
@@ -218,9 +242,9 @@ class Peer:
 
     # -- offers --------------------------------------------------------------------------------------------------------------
 
-    def _next_offer(self) -> tuple[float, str, Entry]:
+    def _next_offer(self) -> _Offer:
         offered = self._offers.popleft()
-        self._offered_bytes -= offered[2].size
+        self._offered_bytes -= offered.entry.size
         return offered
 
     async def _send(self) -> None:
@@ -229,20 +253,20 @@ class Peer:
                 self._queued.clear()
                 await self._queued.wait()
                 continue
-            at, arm, entry = self._next_offer()
+            offered = self._next_offer()
             transport = self.transport
-            sent = await self._write(arm, entry, at + OFFER_SECONDS)
+            sent = await self._write(offered)
             self._counts[transport, "offered" if sent else "dropped"] += 1
 
-    async def _write(self, arm: str, entry: Entry, until: float) -> bool:
+    async def _write(self, offered: _Offer) -> bool:
         """Write an entry into a free slot, once there is one; whether it was."""
         arena, outbox, wait = self._arena, self._outbox, _LOOK_AGAIN
         if arena is None or outbox is None:
             return False
         try:
-            while self._clock() < until and self._outbox is outbox:
+            while self._clock() < offered.at + OFFER_SECONDS and self._outbox is outbox:
                 if outbox.free or await outbox.look():
-                    return await outbox.write(arm, entry)
+                    return await outbox.write(offered.arm, offered.entry, offered.known)
                 if not outbox.link.hello.slots:
                     return False
                 await asyncio.sleep(wait)
@@ -289,7 +313,7 @@ class Outbox:
         self.free = [slot for slot in range(count) if int(taken[slot]) == self._written[slot]]
         return bool(self.free)
 
-    async def write(self, arm: str, entry: Entry) -> bool:
+    async def write(self, arm: str, entry: Entry, known: int | None = None) -> bool:
         """Write an entry into a slot that is free; whether it is one that can be written.
 
         Raises:
@@ -298,7 +322,7 @@ class Outbox:
         slot = self.free[-1]
         number = self._written[slot] + 1
         try:
-            data = encode(arm, entry.key, pack(entry), number, self.link.hello.epoch)
+            data = encode(arm, entry.key, pack(entry), number, self.link.hello.epoch, known)
         except ValueError:
             return False
         if len(data) > self.link.hello.slot_bytes:

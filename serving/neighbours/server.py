@@ -48,7 +48,7 @@ TURN = 8
 """Entries that one turn takes out of the inbox; requests go in between."""
 
 QUARANTINE = 5.0
-"""Seconds for which the inbox takes nothing that was deleted or flushed: what is on its way may be older than that."""
+"""Seconds for which the inbox takes nothing that was deleted or flushed, if it does not say after which removal it was stored."""
 
 MOST_OUTDATED = 1 << 16
 """Deleted keys that are remembered."""
@@ -146,6 +146,8 @@ class NeighbourServer:
 
     def outdated(self, arm: str, keys: Sequence[bytes] | None = None) -> None:
         """Take nothing by the inbox for :data:`QUARANTINE` seconds that was deleted or flushed: it may have been on its way.
+
+        An entry that comes with the number of the store's last removal is judged by that instead.
 
         Args:
             arm: The arm.
@@ -353,7 +355,8 @@ class NeighbourServer:
         """Put an entry that was in the inbox; what became of it."""
         arm, key = arrived.arm, arrived.key
         now = self._clock()
-        if self._outdated and now < max(self._outdated.get((arm, each), now) for each in (b"", key)):
+        # Who knows the number of the store's last removal needs no quarantine: the arena has it compared, under its lease.
+        if arrived.known is None and self._outdated and now < max(self._outdated.get((arm, each), now) for each in (b"", key)):
             return "rejected"
         entry = to_entry(key, arrived.stored)
         # An arm that is not there would be made: only this node's own may be.
@@ -362,9 +365,9 @@ class NeighbourServer:
         held = self._tier.get_now(arm, key, touch=False)
         if held is not None and held.written_at >= entry.written_at:
             return "known"
-        dropped = self._tier.dropped
-        self._tier.put_now(arm, entry)
-        return "taken" if self._tier.dropped == dropped else "rejected"
+        self._tier.put_now(arm, entry, known=arrived.known)
+        held = self._tier.get_now(arm, key, touch=False)
+        return "taken" if held is not None and held.written_at == entry.written_at else "rejected"
 
 
 class _Incoming(Framed):

@@ -84,16 +84,29 @@ class NeighbourTier:
         for transport in self._transports:
             transport.close()
 
-    async def get(self, arm: str, key: bytes) -> Entry | None:
-        """Return the entry of the key's owner, expired or not; None where that is this node, has none, or cannot be asked."""
-        peer = self._owner(key)
-        return None if peer is None else await peer.get(arm, key)
+    async def get(self, arm: str, key: bytes, *, least: int = 0) -> Entry | None:
+        """Return the entry of the key's owner, expired or not; None where that is this node, has none, or cannot be asked.
 
-    def offer(self, arm: str, entry: Entry) -> None:
-        """Have the entry written into the inbox of its key's owner, if that is another node. Waits for nothing."""
+        Args:
+            arm: Name of the arm.
+            key: Of the entry.
+            least: Number of one of the store's removals; a miss unless all up to that took effect in the owner's arena.
+        """
+        peer = self._owner(key)
+        return None if peer is None else await peer.get(arm, key, least)
+
+    def offer(self, arm: str, entry: Entry, known: int | None = None) -> None:
+        """Have the entry written into the inbox of its key's owner, if that is another node. Waits for nothing.
+
+        Args:
+            arm: Name of the arm.
+            entry: What is offered.
+            known: Number of the store's last removal when it had the entry: the owner takes it if no later one took effect there.
+                None: the owner takes what was not removed within the last seconds.
+        """
         peer = self._owner(entry.key)
         if peer is not None:
-            peer.offer(arm, entry)
+            peer.offer(arm, entry, known)
 
     def outdated(self, arm: str, keys: Sequence[bytes] | None = None) -> None:
         """Offer nobody what was deleted or flushed and has not got on its way yet.

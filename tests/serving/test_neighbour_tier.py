@@ -306,6 +306,27 @@ async def test_what_was_flushed_or_deleted_does_not_come_back_by_the_inbox(tmp_p
             await until(lambda: serving.counts["taken"] == 2, "what is new again")
 
 
+async def test_an_offer_older_than_a_removal_that_took_effect_is_not_taken(tmp_path: Path) -> None:
+    async with owner(tmp_path / "arena") as (arena, serving):
+        there = address(serving)
+        async with reader(there) as tier:
+            await until(lambda: tier.links()[there] == "tcp", "the link")
+            before, after, later = owned(tier, there, 3)
+            arena.update_mark_now(ARM, lambda mark: 5)
+            serving.outdated(ARM)
+            tier.offer(ARM, answer(before, 1, 100), 4)
+            tier.offer(ARM, answer(after, 1, 100), 5)
+            tier.offer(ARM, answer(later, 1, 100), 6)
+            await until(lambda: serving.counts["rejected"] + serving.counts["taken"] == 3, "all three")
+            assert arena.get_now(ARM, key(before)) is None
+            assert arena.get_now(ARM, key(after)) is not None, "it says that it is not older"
+            assert arena.get_now(ARM, key(later)) is not None, "removals to come will find it"
+            assert serving.counts["rejected"] == 1
+            for number in (after, later):
+                assert await tier.get(ARM, key(number), least=5) is not None
+                assert await tier.get(ARM, key(number), least=6) is None
+
+
 async def test_what_waits_to_be_offered_is_dropped_when_it_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with owner(tmp_path / "arena") as (_, serving):
         there = address(serving)
