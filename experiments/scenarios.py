@@ -25,7 +25,7 @@ slots are busy; it is sized with 50 % headroom over the load that it is meant fo
 
 MEMORY_EVICTION: MemoryEviction = "lru"
 """Of the memory tier in training and evaluation: what the shipped policies were trained with, so that both can be repeated to the
-bit. The gateway's is ``clock`` by default, which moves hits between two tiers and hardly anything else (docs/environment.md)."""
+bit. The gateway's is ``clock`` by default, which moves hits between two tiers and hardly anything else (docs/results.md)."""
 
 STATIC_SHARE = 1.0 / 16.0
 """Share of the static setting's size in the largest."""
