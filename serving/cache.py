@@ -16,6 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from serving.coherence import Coherence, Store
 from serving.ending import end
@@ -59,7 +60,7 @@ class Lookup:
     Attributes:
         outcome: ``hit``, ``semantic_hit``, ``stale``, ``miss``, ``refresh`` or ``bypass``.
         entry: The entry to answer with; None where the model has to.
-        tier: The tier that answered: ``memory``, ``redis``, ``vector`` for a semantic hit, ``""`` for a miss.
+        tier: The tier that answered: ``memory``, ``neighbour``, ``redis``, ``vector`` for a semantic hit, ``""`` for a miss.
         age: Age of the entry in seconds; 0 for a miss.
         stale: Expected staleness, 0..1: ``1 - 0.5 ** (age / half-life)``.
         similarity: 1 for an exact hit, the cosine for a semantic one, 0 for a miss.
@@ -93,6 +94,24 @@ class Lookup:
     search_failed: bool = False
 
 
+class NeighbourCache(Protocol):
+    """Other nodes' memory; what is not to be had there is a miss, whatever the reason.
+
+    Attributes:
+        name: The label of its hits.
+    """
+
+    name: str
+
+    async def get(self, arm: str, key: bytes, *, least: int = 0) -> Entry | None:
+        """Return the entry of the key's owner, in bounded time; None also where removals up to ``least`` did not take effect."""
+        ...
+
+    def offer(self, arm: str, entry: Entry) -> None:
+        """Give the entry to its key's owner; waits for nothing."""
+        ...
+
+
 class TieredCache:
     """Looks up, stores, resizes and flushes over the tiers; each arm has a budget and entries of its own, nothing is shared.
 
@@ -106,7 +125,9 @@ class TieredCache:
         confidential: Whether a decision must not tell that another context holds something similar: where contexts are tenants'.
 
     Attributes:
+        neighbours: Other nodes' memory, asked between this node's and the store; None: there is none.
         on_outdated: Told the arm whose answers under way are older than a flush, here or at another replica.
+        on_removed: Told the arm and the keys that left the store; None: all of the arm.
 
     Raises:
         ValueError: If ``memories`` is below 1.
@@ -132,7 +153,9 @@ class TieredCache:
         self.memories = memories
         self._rebuild_limit = rebuild_vectors
         self._confidential = confidential
+        self.neighbours: NeighbourCache | None = None
         self.on_outdated: Callable[[str], None] = lambda _: None
+        self.on_removed: Callable[[str, Sequence[bytes] | None], None] = lambda arm, keys: None
         self._knobs: dict[str, Knobs] = {}
         self._owed: set[str] = set()  # arms whose budget the store has not taken yet
         self._owed_memory: set[str] = set()  # those whose budget the memory tier has not taken
@@ -227,7 +250,7 @@ class TieredCache:
         judge: Judge | None = None,
         vector: bytes = b"",
     ) -> Lookup:
-        """Find what may answer the request: exactly, in memory and then in the store, then by meaning.
+        """Find what may answer the request: exactly, in memory, at a neighbour and in the store, then by meaning.
 
         O(1) for an exact hit; a semantic lookup adds one embedding, one search of O(log n) and up to a few reads of the store.
 
@@ -250,6 +273,10 @@ class TieredCache:
         if asked.directives.no_store or asked.directives.no_cache or asked.refresh:
             return _lookup(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
         exact = self._remembered(arm, fp.key)  # there, but expired
+        if exact is None and self.neighbours is not None:
+            found = await self._ask_neighbour(self.neighbours, arm, asked, now)
+            if found is not None:
+                return found
         reachable, known = True, None
         if self.store is not None:
             try:
@@ -448,6 +475,21 @@ class TieredCache:
         if self._unsure and self._coherence is not None:
             self._coherence.put(arm, entry)
 
+    async def _ask_neighbour(self, neighbours: NeighbourCache, arm: str, asked: Asked, now: float) -> Lookup | None:
+        """A hit in another node's memory, if there is one and it has missed no removal of which this node knows."""
+        position = self._coherence.position(arm) if self._coherence is not None else None
+        if position is None:
+            return None
+        entry = await neighbours.get(arm, asked.fp.key, least=position)
+        if entry is None or self._coherence is None or self._coherence.position(arm) is None:
+            return None
+        decision = decide(asked, entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
+        if decision.outcome != "hit":
+            return None
+        self._promote(arm, entry, position)
+        self._touched(arm, entry, now)
+        return _lookup(decision, neighbours.name)
+
     async def _stored(self, store: Tier, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int | None]:
         """The store's entry, and the number of its last removal where it has numbers."""
         if self._shared is not None:
@@ -480,6 +522,8 @@ class TieredCache:
             raise
         if not early:
             self._remember(arm, entry, known)
+        if self.neighbours is not None and entry.complete:
+            self.neighbours.offer(arm, entry)
         return evicted
 
     def _touched(self, arm: str, entry: Entry, now: float) -> None:
@@ -677,6 +721,8 @@ class TieredCache:
             return
         if change.kind != "outdated":
             self._coherence.heard(change)
+        if change.kind in ("evict", "flush"):
+            self.on_removed(change.arm, change.keys if change.kind == "evict" else None)
         if change.own:
             return
         # Vectors that all replicas share were told by the one that made the change.

@@ -75,6 +75,10 @@ class Coherence:
         """Whether there is something to settle, and the store's changes are heard."""
         return self._listening and bool(self._owed)
 
+    def position(self, arm: str) -> int | None:
+        """Return the number up to which the arm's removals were heard and took effect; None where that is not known."""
+        return None if arm in self.unsure else self._positions.get(arm)
+
     def usable(self, arm: str, key: bytes) -> bool:
         """Whether the memory tier's entry under that key may answer."""
         sure = self.unsure.get(arm)

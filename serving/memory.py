@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.arena.layout import ArenaError
+import numpy as np
+
+from serving.arena.layout import H_SUM, ArenaError, Geometry
 from serving.crypto import Sealer
 from serving.settings import GatewaySettings
 from serving.tiers.arena import ArenaBusy, ArenaTier
@@ -23,6 +28,8 @@ _MIB = 1 << 20
 _BESIDES = 1.25
 """What an arena takes for the bytes of its budgets, with the records' heads and the index."""
 
+_HEAD_BYTES = 8 * (H_SUM + 1)
+_LOCK = struct.Struct("hhqqi4x")  # struct flock
 _log = logging.getLogger(__name__)
 
 
@@ -85,6 +92,33 @@ def open_memory(settings: GatewaySettings, *, replica: str) -> Memory:
             now // _MIB,
         )
     return Memory(arena, f"{arena.mapping.geometry.epoch:x}", str(path))
+
+
+def describe_arena(path: Path) -> str:
+    """Return in words what there is at an arena's path; changes nothing and waits for nobody.
+
+    Raises:
+        ArenaError: If what is there cannot be used, or there is no folder for it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if os.access(path.parent, os.W_OK):
+            return "not made yet"
+        raise ArenaError(f"arena {path}: {path.parent} is not there or cannot be written to; set memory.path") from None
+    except OSError as error:
+        raise ArenaError(f"arena {path}: cannot be opened ({error.strerror}); remove it, or set memory.path") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ArenaError(f"arena {path}: expected a file of this user alone, mode 0600; remove it, or set memory.path")
+        head = os.pread(descriptor, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
+        Geometry.read(np.frombuffer(head, np.int64), str(path), found.st_size)
+        lock = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        users = "used by nobody" if _LOCK.unpack(lock)[0] == fcntl.F_UNLCK else "in use"
+        return f"{found.st_size // _MIB} MiB, of which {found.st_blocks * 512 // _MIB} have memory, {users}"
+    finally:
+        os.close(descriptor)
 
 
 def arena_path(settings: GatewaySettings) -> Path:

@@ -71,6 +71,9 @@ CATALOGUE: tuple[Metric, ...] = (
            "Entries that were not put into the arena since another process was writing all the time; a miss each."),
     Metric("cachepilot_memory_repairs_total", "counter", (),
            "How often this replica found that a writer of the arena had not finished, and repaired it."),
+    Metric("cachepilot_neighbour_events_total", "counter", ("transport", "event"),
+           "What came of other nodes' memory, by transport (rdma, tcp; none: there was no link): hits, misses, behind (not asked,"
+           " since that node had not heard of a removal yet), torn, lost, offered, dropped, refused."),
     Metric("cachepilot_expirations_total", "counter", ("arm",), "Lookups that found an entry past its TTL."),
     Metric("cachepilot_expected_stale_hits_total", "counter", ("arm",),
            "Each hit adds 1 - 0.5^(age / staleness half-life): the expected number of hits on outdated answers."),
@@ -248,6 +251,8 @@ class GatewayMetrics:
             "rule": (),
             "reason": (),
             "guard": (),
+            "transport": (),
+            "event": (),
         }
         self._known = known
         self._ghosts: set[str] = set()
@@ -260,6 +265,10 @@ class GatewayMetrics:
             values = ([fixed[label]] if label in fixed else self._known[label] for label in metric.labels)
             for labels in product(*values):
                 self._sink.add(metric, labels, 0.0)
+
+    def open_hits(self, tier: str) -> None:
+        """Let the hits of a tier appear, at 0, that not every gateway has."""
+        self._open(BY_NAME["cachepilot_hits_total"], tier=tier)
 
     def open_ghost(self, arm: str) -> None:
         """Let an arm's ghost counters appear, at 0; only where they are exported, since there are hundreds of them."""

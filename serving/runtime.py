@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from serving.tiers.redis import RedisTier
 from serving.tiers.vector_store import VectorStore, open_store
 from serving.upstream import Upstream
 from serving.warmup import NoLeases, RedisLeases, Remembered, Warmer
+
+if TYPE_CHECKING:
+    from serving.neighbours.node import Neighbours
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +102,7 @@ class Runtime:
         self._index = {arm: number for number, arm in enumerate(self.names)}
         self._feed: AccessFeed
         self._presence: Presence | None = None
+        self._neighbours: Neighbours | None = None
         self._config: RedisConfigStore | None = None
         self._provisional = False  # knobs that are not known to be the cluster's
         self._access_log: AccessLogWriter | None = None
@@ -175,6 +179,7 @@ class Runtime:
         # What left Redis while nobody listened must not answer, and what stayed should from the first request on.
         with suppress(TimeoutError):
             await asyncio.wait_for(self.cache.following(), FEED_SECONDS)
+        await self._open_neighbours(url)
         self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
         await self._feed.open()
         self._start_arms(shared=shared)
@@ -214,6 +219,8 @@ class Runtime:
         if self._access_log is not None:
             self._access_log.close()
         await self.upstream.close()
+        if self._neighbours is not None:
+            await self._neighbours.close()
         if hasattr(self, "cache"):
             await self.cache.close()
         if hasattr(self, "_feed"):
@@ -221,6 +228,27 @@ class Runtime:
         for part in (self._flight_feed, self._acceptance_feed, self._config, self._presence):
             if part is not None:
                 await part.close()
+
+    async def _open_neighbours(self, url: str | None) -> None:
+        given, arena = self.settings.neighbours, self.memory.tier
+        if given.listen is None:
+            return
+        if not isinstance(arena, ArenaTier):
+            _log.warning("neighbours: neither served nor read, since this replica has no arena")
+            return
+        # Imported where it is wanted alone: few have other nodes.
+        from serving.neighbour_marks import MarkedNeighbours
+        from serving.neighbours.node import Neighbours
+
+        try:
+            self._neighbours = Neighbours(given, arena, namespace=self.settings.namespace, redis_url=url)
+            await self._neighbours.start()
+        except (OSError, ValueError) as error:
+            _log.warning("neighbours: neither served nor read: %s", error)
+            return
+        self.cache.neighbours = MarkedNeighbours(self._neighbours.tier)
+        self.cache.on_removed = self._neighbours.outdated
+        self.metrics.open_hits(self._neighbours.tier.name)
 
     def _memories(self) -> int:
         """How many memory tiers share the memory part of the budgets."""
@@ -454,6 +482,9 @@ class Runtime:
         if isinstance(self.memory.tier, ArenaTier):
             metrics.level("cachepilot_memory_dropped_writes_total", total=float(self.memory.tier.dropped))
             metrics.level("cachepilot_memory_repairs_total", total=float(self.memory.tier.repairs))
+        if self._neighbours is not None:
+            for labels, count in self._neighbours.tier.counts.items():
+                metrics.level("cachepilot_neighbour_events_total", *labels, total=float(count))
         metrics.gauge("cachepilot_knobs_version", value=float(self.version))
         metrics.level("cachepilot_upstream_retries_total", total=float(self.upstream.retried))
         metrics.gauge("cachepilot_upstream_inflight", value=float(self.upstream.inflight))

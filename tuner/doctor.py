@@ -47,6 +47,7 @@ def examine() -> list[Check]:
         _policy,
         _rdma,
         _shared_memory,
+        _arena,
         _loopback,
     ]
     return [check() for check in checks]
@@ -109,13 +110,13 @@ def _policy() -> Check:
 
 
 def _rdma() -> Check:
-    devices = Path("/sys/class/infiniband")
-    found = sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
-    library = importlib.util.find_spec("pyverbs") is not None
-    if found and library:
-        return Check("RDMA", "ok", ", ".join(found))
-    why = "no device in /sys/class/infiniband" if not found else "pyverbs is not installed"
-    return Check("RDMA", "absent", why, "not used by this version; the memory tier is local to each replica")
+    from serving.neighbours.verbs import available
+
+    missing = available()
+    if missing is None:
+        devices = Path("/sys/class/infiniband")
+        return Check("RDMA", "ok", ", ".join(sorted(device.name for device in devices.iterdir())) if devices.is_dir() else "")
+    return Check("RDMA", "absent", missing, "nodes read each other's memory by TCP")
 
 
 def _shared_memory() -> Check:
@@ -125,7 +126,31 @@ def _shared_memory() -> Check:
     free = usage.free >> 20
     if free < 256:
         return Check("/dev/shm", "failed", f"{free} MiB free", "Ray needs at least 256 MiB (Docker: --shm-size=1g)")
-    return Check("/dev/shm", "ok", f"{free} MiB free")
+    return Check("/dev/shm", "ok", f"{free} MiB of {usage.total >> 20} MiB free")
+
+
+def _arena() -> Check:
+    from serving.memory import arena_path, arena_size, describe_arena
+    from serving.settings import GatewaySettings
+
+    settings = GatewaySettings(redis_url="redis://")  # with any Redis, the size is that for a share of the budgets
+    path = arena_path(settings)
+    try:
+        found = describe_arena(path)
+    except RuntimeError as error:
+        return Check("memory arena", "absent", str(error), "each replica has memory of its own instead")
+    others = [other for other in sorted(path.parent.glob("cachepilot-*")) if other != path and _unused(other)]
+    left = f"; used by nobody: {', '.join(map(str, others))}" if others else ""
+    return Check("memory arena", "ok", f"{path}: {found}; by the default settings it gets {arena_size(settings) >> 20} MiB{left}")
+
+
+def _unused(path: Path) -> bool:
+    from serving.memory import describe_arena
+
+    try:
+        return describe_arena(path / "arena" if path.is_dir() else path).endswith("used by nobody")
+    except RuntimeError:
+        return False
 
 
 def _loopback() -> Check:

@@ -343,26 +343,30 @@ class ArenaTier(LocalTier):
 
     def _put(self, number: int, length: int) -> int:
         evicted, old, repaired = 0, -1, False
-        while True:
-            done = put(self._words, self._private, number, length, old)
-            evicted += self._note(int(self._private[P_EVICTED]))
-            old = int(self._private[P_OLD])
-            if done == GROW:
-                if self._clock() < self._again or not self.mapping.reserve():
-                    if self._clock() >= self._again:
-                        _log.warning("arena %s: no memory for more of it; it stays as large as it is", self.mapping.path)
-                        self._again = self._clock() + RESERVE_AGAIN
-                    self._private[P_LIMIT] = self._words[H_RESERVED]
-            elif done == CORRUPT:
-                self._repair()
-                if repaired:
+        try:
+            while True:
+                done = put(self._words, self._private, number, length, old)
+                evicted += self._note(int(self._private[P_EVICTED]))
+                old = int(self._private[P_OLD])
+                if done == GROW:
+                    if self._clock() < self._again or not self.mapping.reserve():
+                        if self._clock() >= self._again:
+                            _log.warning("arena %s: no memory for more of it; it stays as large as it is", self.mapping.path)
+                            self._again = self._clock() + RESERVE_AGAIN
+                        self._private[P_LIMIT] = self._words[H_RESERVED]
+                elif done == CORRUPT:
+                    self._repair()
+                    if repaired:
+                        return evicted
+                    repaired, old = True, -1
+                elif done != MORE:
+                    self._private[P_LIMIT] = self.mapping.geometry.units
+                    if done != STORED:
+                        _log.debug("arena %s: no room for an entry of %d bytes", self.mapping.path, length)
                     return evicted
-                repaired, old = True, -1
-            elif done != MORE:
-                self._private[P_LIMIT] = self.mapping.geometry.units
-                if done != STORED:
-                    _log.debug("arena %s: no room for an entry of %d bytes", self.mapping.path, length)
-                return evicted
+        except BaseException:
+            self._words[H_DIRTY] = 1  # given up between two steps: the next writer repairs
+            raise
 
     def _delete(self, number: int) -> bool:
         done = delete(self._words, self._private, number)
@@ -385,14 +389,18 @@ class ArenaTier(LocalTier):
 
     def _trim(self, number: int) -> int:
         evicted = repaired = 0
-        while True:
-            done = trim(self._words, self._private, number)
-            evicted += self._note(int(self._private[P_EVICTED]))
-            if done == CORRUPT and repaired < 3:
-                self._repair()
-                repaired += 1
-            elif done != MORE:
-                return evicted
+        try:
+            while True:
+                done = trim(self._words, self._private, number)
+                evicted += self._note(int(self._private[P_EVICTED]))
+                if done == CORRUPT and repaired < 3:
+                    self._repair()
+                    repaired += 1
+                elif done != MORE:
+                    return evicted
+        except BaseException:
+            self._words[H_DIRTY] = 1
+            raise
 
     def _note(self, count: int) -> int:
         """Remember the keys that the last call evicted, until the lease is given back."""

@@ -63,7 +63,10 @@ def test_a_bad_setting_is_refused_by_name(given: dict[str, Any], where: str, sai
 def test_the_json_form_gives_the_same_settings_with_the_key_and_repr_hides_it() -> None:
     neighbours = {"listen": "[::1]:7400", "peers": ["node-1:7400"], "secret": "shared by all the nodes"}
     settings = GatewaySettings.model_validate(
-        {"upstream": {"api_key": "sk-secret"}, "access_log": "logs", "neighbours": neighbours, "memory": {"path": "/dev/shm/a"}}
+        {
+            "upstream": {"api_key": "sk-secret"}, "access_log": "logs", "neighbours": neighbours, "redis_url": "redis://r",
+            "memory": {"path": "/dev/shm/a"},
+        }
     )
     assert GatewaySettings.model_validate(settings.to_json()) == settings
     assert "sk-secret" not in repr(settings)
