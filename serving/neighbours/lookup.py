@@ -72,11 +72,12 @@ class RemoteArena:
     Attributes:
         link: As given.
         torn: Lookups in which an entry was not whole at first; whoever counts them may set it back.
+        behind: Lookups that were given up since removals had not taken effect there; likewise.
     """
 
     def __init__(self, link: Link, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.link = link
-        self.torn = 0
+        self.torn = self.behind = 0
         self._geometry = link.hello.geometry
         self._clock = clock
         self._arms: dict[tuple[int, int], int] = {}
@@ -122,6 +123,7 @@ class RemoteArena:
             if number < 0:
                 return None
         if least > self._marks.get(number, 0) and not await self._has_heard(number, least):
+            self.behind += 1
             return None
         value = digest(_WORD.unpack_from(key)[0], number)
         for attempt in range(ATTEMPTS):

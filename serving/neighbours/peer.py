@@ -130,7 +130,8 @@ class Peer:
             raise
         self._breaker.succeeded()
         self._counts[transport, "torn"] += arena.torn
-        arena.torn = 0
+        self._counts[transport, "behind"] += arena.behind
+        arena.torn = arena.behind = 0
         entry = to_entry(key, stored) if stored is not None else None
         self._counts[transport, "hits" if entry is not None else "misses"] += 1
         return entry

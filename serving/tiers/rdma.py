@@ -37,9 +37,10 @@ class NeighbourTier:
 
     Attributes:
         counts: By transport (``rdma``, ``tcp``; ``none``: there was no link) and event: ``hits``, ``misses``; ``torn``: lookups
-            that found an entry not whole at first; ``lost``: lookups, writes and connections that were not answered;
-            ``offered``: entries written into an inbox; ``dropped``: entries that did not get there, being larger than a slot or
-            in excess of room; ``refused``: exchanges that one side refused.
+            that found an entry not whole at first; ``behind``: misses since the owner's arena has missed a removal; ``lost``:
+            lookups, writes and connections that were not answered; ``offered``: entries written into an inbox; ``dropped``:
+            entries that did not get there, being larger than a slot or in excess of room; ``refused``: exchanges that one side
+            refused.
 
     Raises:
         ValueError: If the secret is too short.

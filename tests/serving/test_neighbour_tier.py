@@ -325,6 +325,7 @@ async def test_an_offer_older_than_a_removal_that_took_effect_is_not_taken(tmp_p
             for number in (after, later):
                 assert await tier.get(ARM, key(number), least=5) is not None
                 assert await tier.get(ARM, key(number), least=6) is None
+            assert (tier.counts["tcp", "hits"], tier.counts["tcp", "misses"], tier.counts["tcp", "behind"]) == (2, 2, 2)
 
 
 async def test_what_waits_to_be_offered_is_dropped_when_it_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
