@@ -107,8 +107,8 @@ class NeighbourCache(Protocol):
         """Return the entry of the key's owner, in bounded time; None also where removals up to ``least`` did not take effect."""
         ...
 
-    def offer(self, arm: str, entry: Entry) -> None:
-        """Give the entry to its key's owner; waits for nothing."""
+    def offer(self, arm: str, entry: Entry, known: int | None = None) -> None:
+        """Give the entry to its key's owner, with the store's last removal when it had it; waits for nothing."""
         ...
 
 
@@ -523,7 +523,7 @@ class TieredCache:
         if not early:
             self._remember(arm, entry, known)
         if self.neighbours is not None and entry.complete:
-            self.neighbours.offer(arm, entry)
+            self.neighbours.offer(arm, entry, known)
         return evicted
 
     def _touched(self, arm: str, entry: Entry, now: float) -> None:

@@ -72,8 +72,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_memory_repairs_total", "counter", (),
            "How often this replica found that a writer of the arena had not finished, and repaired it."),
     Metric("cachepilot_neighbour_events_total", "counter", ("transport", "event"),
-           "What came of other nodes' memory, by transport (rdma, tcp; none: there was no link): hits, misses, behind (not asked,"
-           " since that node had not heard of a removal yet), torn, lost, offered, dropped, refused."),
+           "What came of other nodes' memory, by transport (rdma, tcp; none: there was no link): hits, misses, torn, lost,"
+           " offered, dropped, refused (serving/tiers/rdma.py)."),
     Metric("cachepilot_expirations_total", "counter", ("arm",), "Lookups that found an entry past its TTL."),
     Metric("cachepilot_expected_stale_hits_total", "counter", ("arm",),
            "Each hit adds 1 - 0.5^(age / staleness half-life): the expected number of hits on outdated answers."),

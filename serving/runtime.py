@@ -237,7 +237,6 @@ class Runtime:
             _log.warning("neighbours: neither served nor read, since this replica has no arena")
             return
         # Imported where it is wanted alone: few have other nodes.
-        from serving.neighbour_marks import MarkedNeighbours
         from serving.neighbours.node import Neighbours
 
         try:
@@ -246,7 +245,7 @@ class Runtime:
         except (OSError, ValueError) as error:
             _log.warning("neighbours: neither served nor read: %s", error)
             return
-        self.cache.neighbours = MarkedNeighbours(self._neighbours.tier)
+        self.cache.neighbours = self._neighbours.tier
         self.cache.on_removed = self._neighbours.outdated
         self.metrics.open_hits(self._neighbours.tier.name)
 
