@@ -46,10 +46,18 @@ def right(entry: Entry, number: int) -> bool:
     return entry == answer(number, int(entry.written_at), len(entry.body))
 
 
-def forked(work: Callable[..., None], *arguments: Any) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    """Run the work in a process of its own, with a connection as its first argument; return the process and the other end."""
+def forked(
+    work: Callable[..., None], *arguments: Any, parent: bool = False
+) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    """Run the work in a process of its own, with a connection as its first argument; return the process and the other end.
+
+    Args:
+        work: What it does.
+        arguments: Those behind the connection.
+        parent: Whether it has processes of its own.
+    """
     ours, theirs = _FORK.Pipe()
-    process = _FORK.Process(target=_run, args=(work, theirs, *arguments), daemon=True)
+    process = _FORK.Process(target=_run, args=(work, theirs, *arguments), daemon=not parent)
     process.start()
     theirs.close()
     return process, ours
@@ -81,6 +89,12 @@ class Node:
         self.port = int(self._connection.recv())
         self.address = f"127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def do(self, what: str, *arguments: Any) -> Any:
         """Have it do something; return the result."""
         self.begin(what, *arguments)
@@ -97,8 +111,7 @@ class Node:
 
     def signal(self, number: signal.Signals) -> None:
         """Send its process a signal."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it and wait for its end."""

@@ -90,7 +90,7 @@ limit=${LIMIT:-$((295 - SECONDS + began))}                    # five minutes in 
 results=$work/results.json; log=$work/guest.log; console=$work/console.log
 rm -f "$results" "$log" "$console"
 set +e
-timeout --foreground --kill-after=10 "$limit" qemu-system-x86_64 -machine q35 -accel tcg,thread=multi -cpu Nehalem -smp 4 -m "${MEMORY:-2048}" \
+timeout --foreground --kill-after=10 "$limit" qemu-system-x86_64 -machine q35 -accel tcg,thread=multi -cpu Nehalem -smp 6 -m "${MEMORY:-2048}" \
   -nodefaults -no-user-config -display none -no-reboot -kernel "$work/boot/vmlinuz" -initrd "$work/boot/initrd.gz" \
   -append "console=ttyS0 loglevel=4 panic=-1 mitigations=off nokaslr random.trust_cpu=on tsc=reliable SCRIPT=$work/tree/tests/rdma/guest.sh WORK=$work PYTHON=$python" \
   -chardev file,id=c0,path="$console" -serial chardev:c0 -chardev stdio,id=c1,signal=off -serial chardev:c1 \
