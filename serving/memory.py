@@ -24,6 +24,9 @@ SHARED_MEMORY = Path("/dev/shm")
 LARGEST_SHARE = 0.5
 """Of the file system on which the arena is: others live there too, Ray's object store among them."""
 
+FIRM = 0.05
+"""Seconds that a budget waits for another writer; it is tried again each second, and the event loop waits with it."""
+
 _MIB = 1 << 20
 _BESIDES = 1.25
 """What an arena takes for the bytes of its budgets, with the records' heads and the index."""
@@ -70,6 +73,7 @@ def open_memory(settings: GatewaySettings, *, replica: str) -> Memory:
             path,
             size,
             entry_bytes=settings.memory.entry_bytes,
+            firm=FIRM,
             namespace=settings.namespace,
             sealer=Sealer.of(settings.storage),
         )
