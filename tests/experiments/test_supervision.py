@@ -14,6 +14,7 @@ from envs.objective import Prices
 from envs.simulator import SimConfig
 from envs.task import Scenario
 from envs.workloads import sessions
+from envs.workloads.patterns import add_documents
 from experiments.supervision import BREAKS_AT, Trial, main, play, sabotages, summary, text
 from serving.knobs import KnobSpace
 
@@ -51,6 +52,33 @@ def test_what_the_curve_would_have_cost_is_estimated_near_what_it_did_cost(scena
     for played in (smaller, larger):
         assert played.estimated_excess() == pytest.approx(played.excess(), abs=0.05)
     assert smaller.excess() > 0.02
+
+
+def storms(stale_factor: float) -> Scenario:
+    """Answers rest on documents, of which most change twice a day; the curve knows nothing of it and keeps all answers."""
+    day = 86_400.0
+    trace = add_documents(
+        sessions(8_000, 600, duration=1.5 * day, seed=1), documents=100, alpha=0.5, updates=0.2,
+        storms=[9_000.0, 52_200.0, 95_400.0], storm_share=0.6, storm_length=300.0, seed=1,
+    )  # fmt: skip
+    space = KnobSpace(min_size=1 << 14, max_size=1 << 21, min_ttl=900.0, max_ttl=3.0 * day)
+    prices = replace(Prices(), memory_gib_hour=5.0, stale_answer=stale_factor * Prices().stale_answer)
+    return Scenario(trace, SimConfig(space=space, prices=prices, staleness_half_life=math.inf), 900.0)
+
+
+def test_a_policy_that_forgets_updates_sooner_than_the_curve_is_known_to_be_cheaper() -> None:
+    policies = [OffsetPolicy((0.0, -3.0, 0.0)), OffsetPolicy((0.0, -4.0, 1.0))]
+    for played in play(policies, "storms", storms(1.0), length=142):
+        assert played.excess() < -0.5
+        assert played.estimated_excess() < 0.4 * played.excess()
+        assert played.benched_at(Supervision()) is None
+
+
+def test_a_policy_that_is_dearer_in_spite_of_updates_is_benched() -> None:
+    (smaller,) = play([OffsetPolicy((-5.0, 0.0, 0.0))], "storms", storms(0.1), length=142)
+    assert smaller.excess() > 0.5
+    assert smaller.estimated_excess() == pytest.approx(smaller.excess(), rel=0.1)
+    assert smaller.benched_at(Supervision()) is not None
 
 
 def test_a_policy_is_benched_once_the_evidence_is_there_and_not_for_noise() -> None:
