@@ -17,7 +17,7 @@ from serving.knobs import Knobs
 
 WINDOW = 600.0
 SIZES = np.array([1 << 20, 1 << 24])
-TTLS = 600.0 * 3.0 ** np.arange(8)
+TTLS = np.array([600.0 * 3.0**power for power in range(8)], np.float64)
 BRIEF, LONG = Knobs(1 << 24, 6_000.0, 0.0), Knobs(1 << 24, 1e6, 0.0)
 
 
@@ -98,7 +98,8 @@ def test_the_ages_of_hits_are_near_those_in_a_real_cache() -> None:
     ghost = Ghost(np.array([1 << 20, 1 << 24]), TTLS)
     ghost.access_many(rank, np.full(count, 1000, np.int64), times)
     taken = ghost.take().curve
-    ages, written = [], {}
+    ages: list[float] = []
+    written: dict[int, float] = {}
     for key, now in zip(rank.tolist(), times.tolist(), strict=True):
         age = now - written.get(key, -math.inf)
         if age <= ttl:
