@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from serving.cache import ACCEPTANCE, Judge
+from serving.cache import Judge
 from serving.embedding import DIMENSIONS, Embedder, EmbeddingUnavailable
 from serving.flights import Flight
+from serving.lookup import ACCEPTANCE
 from serving.meaning.acceptance import Acceptance
 from serving.meaning.guards import Guards
 from serving.meaning.lsh import Projection, Signature

@@ -15,14 +15,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from serving.coherence import Coherence, Store
 from serving.ending import end
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
-from serving.policy import Asked, CacheRules, Candidate, Decision, Outcome, decide, is_live, worth_fetching
+from serving.lookup import Lookup, answer_of
+from serving.policy import Asked, CacheRules, Candidate, decide, is_live, worth_fetching
+from serving.reindexing import index_from_memory, index_from_store
 from serving.tiers.base import KEY_BYTES, Change, Entry, EntryMeta, SharedTier, Tier, TierStats, TierUnavailable
 from serving.tiers.local import LocalTier
 from serving.tiers.vector import VectorTier
@@ -40,9 +42,6 @@ Judge = Callable[[Entry, float], str]
 
 _log = logging.getLogger(__name__)
 
-ACCEPTANCE = "acceptance"
-"""The check that refuses a neighbour since too little is known of it yet, or too much against it."""
-
 RENEW_SECONDS = 1.0
 """How much younger a hit has to make an entry for the store to be told."""
 
@@ -51,47 +50,6 @@ RETRY_SECONDS = 1.0
 
 STORE_FIRST_SECONDS = 0.02
 """How long an answer waits for the store before it is put into memory: it is there sooner where the store is slow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What the cache answers to one request.
-
-    Attributes:
-        outcome: ``hit``, ``semantic_hit``, ``stale``, ``miss``, ``refresh`` or ``bypass``.
-        entry: The entry to answer with; None where the model has to.
-        tier: The tier that answered: ``memory``, ``neighbour``, ``redis``, ``vector`` for a semantic hit, ``""`` for a miss.
-        age: Age of the entry in seconds; 0 for a miss.
-        stale: Expected staleness, 0..1: ``1 - 0.5 ** (age / half-life)``.
-        similarity: 1 for an exact hit, the cosine for a semantic one, 0 for a miss.
-        expired: Whether an entry that would have answered was past its TTL.
-        vector: The request's embedding (int8 bytes) if it was computed on the way, to be stored with the answer; else ``b""``.
-        rule: The rule of :class:`serving.policy.Rule` that fired.
-        ttl: Seconds that the entry has left, negative past its TTL; 0 for a miss.
-        revalidate: Whether the entry is to be refreshed in the background.
-        objection: The check that refused the most similar neighbour, where that is why it is a miss.
-        forbidden: Whether the caller would not have the model asked.
-        exact: The entry under the request's own key where it does not answer: it may where the model fails.
-        refused: The neighbour that acceptance refused, whose answer shall be compared with the model's.
-        search_failed: Whether neighbours were asked for in vain, since their store did not answer.
-    """
-
-    outcome: Outcome
-    entry: Entry | None
-    tier: str
-    age: float
-    stale: float
-    similarity: float
-    expired: bool
-    vector: bytes
-    rule: str
-    ttl: float = 0.0
-    revalidate: bool = False
-    objection: str = ""
-    forbidden: bool = False
-    exact: Entry | None = None
-    refused: Candidate | None = None
-    search_failed: bool = False
 
 
 class NeighbourCache(Protocol):
@@ -238,7 +196,7 @@ class TieredCache:
         if decision.outcome != "hit":
             return None
         self._touched(arm, entry, now)
-        return _lookup(decision, self.memory.name)
+        return answer_of(decision, self.memory.name)
 
     async def lookup(
         self,
@@ -271,7 +229,7 @@ class TieredCache:
             return quick
         knobs, fp = self.knobs(arm), asked.fp
         if asked.directives.no_store or asked.directives.no_cache or asked.refresh:
-            return _lookup(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
+            return answer_of(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
         exact = self._remembered(arm, fp.key)  # there, but expired
         if exact is None and self.neighbours is not None:
             found = await self._ask_neighbour(self.neighbours, arm, asked, now)
@@ -290,30 +248,30 @@ class TieredCache:
             self._promote(arm, decision.entry, known)
             if decision.outcome == "hit":
                 self._renew(arm, decision.entry, now)
-            return _lookup(decision, self.store.name if self.store is not None else self.memory.name)
+            return answer_of(decision, self.store.name if self.store is not None else self.memory.name)
         if self.vectors is None or not fp.text or not asked.directives.by_meaning:
-            return _lookup(decision, "", exact=exact, vector=vector)
+            return answer_of(decision, "", exact=exact, vector=vector)
 
         if not vector and exact is not None and len(exact.vector) == self.vectors.dim:
             vector = exact.vector
         if not vector and embed is not None:
             vector = await embed(fp.text)
         if not vector:
-            return _lookup(decision, "", exact=exact)
+            return answer_of(decision, "", exact=exact)
         numbers: dict[bytes, int | None] = {}
         try:
             candidates = await self._candidates(
                 arm, asked, vector, knobs=knobs, now=now, reachable=reachable, judge=judge, numbers=numbers
             )
         except TierUnavailable:
-            return _lookup(decision, "", exact=exact, vector=vector, search_failed=True)
+            return answer_of(decision, "", exact=exact, vector=vector, search_failed=True)
         decision = decide(asked, exact, candidates, knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._touched(arm, decision.entry, now)
             if decision.entry.key in numbers:
                 self._promote(arm, decision.entry, numbers[decision.entry.key])
-            return _lookup(decision, VECTOR, exact=exact, vector=vector)
-        return _lookup(decision, "", exact=exact, vector=vector, candidates=candidates)
+            return answer_of(decision, VECTOR, exact=exact, vector=vector)
+        return answer_of(decision, "", exact=exact, vector=vector, candidates=candidates)
 
     async def find(self, arm: str, key: bytes) -> tuple[Entry, tuple[str, ...]] | None:
         """Return the entry as it is, expired or interrupted as it may be, and the names of the tiers that hold it.
@@ -488,7 +446,7 @@ class TieredCache:
             return None
         self._promote(arm, entry, position)
         self._touched(arm, entry, now)
-        return _lookup(decision, neighbours.name)
+        return answer_of(decision, neighbours.name)
 
     async def _stored(self, store: Tier, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int | None]:
         """The store's entry, and the number of its last removal where it has numbers."""
@@ -653,12 +611,7 @@ class TieredCache:
             if self._owed:
                 await self._settle_budgets()
             await self._settle_memory()
-            if self._shared is not None and self.vectors is not None:
-                await self._rebuild(self._shared, self.vectors)
-            elif self.store is None and self.vectors is not None:
-                await self._rebuild_from_memory(self.vectors)
-            else:
-                self._unindexed.clear()
+            await self._rebuild()
             if self._owed or self._owed_memory or self._unindexed or (self._coherence is not None and self._coherence.owes):
                 self._work.set()
                 await asyncio.sleep(RETRY_SECONDS)
@@ -672,33 +625,21 @@ class TieredCache:
             _log.debug("memory will be compared with the store when that answers: %s", error)
         self._following.set()
 
-    async def _rebuild(self, store: SharedTier, vectors: VectorIndex) -> None:
-        if vectors.shared:  # it has outlived the process
-            self._unindexed.clear()
+    async def _rebuild(self) -> None:
+        """Index what there was before this process, where the index is the process's own."""
+        vectors, pending = self.vectors, sorted(self._unindexed)
+        self._unindexed.clear()
+        if vectors is None or vectors.shared:
             return
-        for arm in sorted(self._unindexed):
+        for done, arm in enumerate(pending):
             try:
-                found = await store.recent_vectors(arm, self._rebuild_limit)
+                if self._shared is not None:
+                    await index_from_store(self._shared, arm, vectors, self._rebuild_limit)
+                elif self.store is None:
+                    await index_from_memory(self.memory, arm, vectors)
             except TierUnavailable:
+                self._unindexed.update(pending[done:])
                 return
-            self._unindexed.discard(arm)
-            for number, (key, context, vector) in enumerate(reversed(found)):
-                if len(vector) == vectors.dim and not vectors.has(arm, key):
-                    vectors.add(arm, key, context, vector)
-                if number % 16 == 0:
-                    await asyncio.sleep(0)  # indexing takes about 0.2 ms each; requests go first
-
-    async def _rebuild_from_memory(self, vectors: VectorIndex) -> None:
-        """Index what an arena kept through a restart, where it is the whole cache."""
-        while self._unindexed:
-            arm = self._unindexed.pop()
-            async for heads in self.memory.scan(arm):
-                for number, head in enumerate(heads):
-                    entry = self.memory.get_now(arm, head.key, touch=False) if head.context else None
-                    if entry is not None and entry.complete and not vectors.shared and not vectors.has(arm, head.key):
-                        self._index(arm, head.key, entry.context, entry.vector, EntryMeta.load(entry.meta))
-                    if number % 16 == 0:
-                        await asyncio.sleep(0)  # requests go first
 
     async def following(self) -> None:
         """Wait until what other replicas do to the store is heard of, and what was missed is known; at once without a store."""
@@ -737,23 +678,6 @@ class TieredCache:
             self.on_outdated(change.arm)
             if change.kind == "flush" and vectors is not None:
                 vectors.flush(change.arm)
-
-
-def _lookup(
-    decision: Decision,
-    tier: str,
-    *,
-    exact: Entry | None = None,
-    vector: bytes = b"",
-    candidates: Sequence[Candidate] = (),
-    search_failed: bool = False,
-) -> Lookup:
-    refused = next((each for each in candidates if each.objection == ACCEPTANCE), None) if candidates else None
-    return Lookup(
-        decision.outcome, decision.entry, tier, decision.age, decision.stale, decision.similarity, decision.expired, vector,
-        decision.rule.value, decision.ttl, decision.revalidate, decision.objection, decision.forbidden, exact, refused,
-        search_failed,
-    )  # fmt: skip
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

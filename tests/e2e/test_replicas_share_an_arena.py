@@ -7,6 +7,7 @@ import signal
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 
 import psutil
 import pytest
@@ -71,7 +72,7 @@ async def test_a_replica_killed_in_traffic_takes_nothing_along_and_its_successor
             question = questions[number % len(questions)]
             try:
                 reply = stack.ask(question)
-            except OSError:
+            except (OSError, HTTPException):
                 statuses[0] += 1
                 continue
             statuses[reply.status] += 1

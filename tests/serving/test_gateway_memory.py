@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import serving.runtime
+from serving.arena.layout import ArenaError
 from serving.cache import CacheRules, TieredCache
 from serving.knobs import MIB, Knobs
-from serving.memory import arena_path, arena_size, open_memory
+from serving.memory import arena_path, arena_size, describe_arena, open_memory
 from serving.presence import Presence
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_server import RedisServer
@@ -194,6 +195,27 @@ def test_more_arms_than_an_arena_has_room_for_are_refused_before_there_is_anythi
     opened = open_memory(settings, replica="r0")
     assert (opened.state, opened.name) == ("refused", "r0")
     assert "expected at most 32 arms" in opened.refused
+
+
+def test_what_is_at_an_arenas_path_is_told_without_changing_it(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    assert describe_arena(path) == "not made yet"
+    tier = ArenaTier(path, 4 * MIB)
+    before = path.read_bytes()
+    assert describe_arena(path).startswith("4 MiB, of which")
+    assert describe_arena(path).endswith("in use")
+    tier.close_now()
+    assert describe_arena(path).endswith("used by nobody")
+    assert path.read_bytes() == before
+    path.chmod(0o644)
+    with pytest.raises(ArenaError, match="expected a file of this user alone, mode 0600"):
+        describe_arena(path)
+    path.chmod(0o600)
+    path.write_bytes(bytes(1000))
+    with pytest.raises(ArenaError, match="the file is not an arena"):
+        describe_arena(path)
+    with pytest.raises(ArenaError, match="is not there or cannot be written to"):
+        describe_arena(tmp_path / "nowhere" / "arena")
 
 
 async def test_who_is_gone_without_a_word_is_forgotten(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
