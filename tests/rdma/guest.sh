@@ -8,4 +8,5 @@ ip link set roce0 mtu 4500 up                # 4500 or more gives an RDMA MTU of
 rdma link add rxe0 type rxe netdev roce0
 . "$WORK/environment"
 read -r up _ </proc/uptime; echo "guest: up $up s, one soft-RoCE device"
-exec "$PYTHON" -S -m tests.rdma 2>&1
+stty -F /dev/ttyS1 -echo
+exec "$PYTHON" -S -m tests.rdma </dev/ttyS1 2>&1
