@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 APPLICATION = "cachepilot"
 SHARED_MEMORY = Path("/dev/shm")
+_TEMPORARY = "cachepilot-of-{pid}-{rest}"
 DEPLOYMENT = "gateway"
 SERVICE_DISCOVERY = "prom_metrics_service_discovery.json"
 _LONGEST_TEMPORARY = 12
@@ -244,15 +245,33 @@ def start(
 
 @contextlib.contextmanager
 def _temporary_arena(scratch: Path) -> Iterator[Path]:
-    """Give a path in memory for an arena that goes with the gateway; in the scratch folder where there is no such place."""
+    """Give a path in memory for an arena that goes with the gateway; in the scratch folder where there is no such place.
+
+    What processes that were killed have left there goes first.
+    """
+    from serving.memory import in_use
+
+    for left in SHARED_MEMORY.glob(_TEMPORARY.format(pid="*", rest="*")):
+        if not _alive(left.name.split("-")[2]) and not in_use(left / "arena"):
+            shutil.rmtree(left, ignore_errors=True)  # another user's stays
     try:
-        folder = Path(tempfile.mkdtemp(prefix="cachepilot-", dir=SHARED_MEMORY))
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY.format(pid=os.getpid(), rest=""), dir=SHARED_MEMORY))
     except OSError:
         folder = scratch
     try:
         yield folder / "arena"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class _Quiet(io.TextIOBase):

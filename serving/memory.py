@@ -118,11 +118,27 @@ def describe_arena(path: Path) -> str:
             raise ArenaError(f"arena {path}: expected a file of this user alone, mode 0600; remove it, or set memory.path")
         head = os.pread(descriptor, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
         Geometry.read(np.frombuffer(head, np.int64), str(path), found.st_size)
-        lock = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        users = "used by nobody" if _LOCK.unpack(lock)[0] == fcntl.F_UNLCK else "in use"
+        users = "in use" if _locked(descriptor) else "used by nobody"
         return f"{found.st_size // _MIB} MiB, of which {found.st_blocks * 512 // _MIB} have memory, {users}"
     finally:
         os.close(descriptor)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process uses the file at an arena's path, whatever it is; False where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def arena_path(settings: GatewaySettings) -> Path:

@@ -455,8 +455,11 @@ class RedisTier:
             return Change("outdated", arm, own=own)
         payload = data[_SENDER_BYTES + 1 + _NUMBER.size :]
         if len(data) < _SENDER_BYTES + 1 + _NUMBER.size:
-            return None
-        removal = int(_NUMBER.unpack_from(data, _SENDER_BYTES + 1)[0])
+            return Change("gap")  # of another version of this program: what it did is not known
+        (number,) = _NUMBER.unpack_from(data, _SENDER_BYTES + 1)
+        if not 0 <= number < 2**53:
+            return Change("gap")
+        removal = int(number)
         if kind == b"F":
             return Change("flush", arm, removal=removal, own=own)
         if kind == b"E":

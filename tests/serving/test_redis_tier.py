@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,17 @@ async def test_numbers_of_a_redis_that_lost_its_data_begin_above_those_that_it_g
     assert await tier.removals("a") == 0
     await tier.put("a", entry(1))
     assert await tier.removals("a") > before
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 1e300])
+async def test_a_message_that_cannot_be_read_may_have_told_of_anything(tier: RedisTier, raw: Redis, number: float) -> None:
+    async with following(tier) as told:
+        channel = f"cachepilot:{{{tier.namespace}:a}}:changes"
+        await raw.publish(channel, b"somebody" + b"E" + struct.pack("<d", number) + key(1))
+        await raw.publish(channel, b"somebody" + b"E")
+        await raw.publish(channel, b"somebody" + b"F" + struct.pack("<d", 7.0))
+        await until(lambda: len(told) == 3, "all to be heard")
+        assert told == [Change("gap"), Change("gap"), Change("flush", "a", removal=7)]
 
 
 async def test_following_can_be_given_up_at_any_moment(redis_url: str, namespace: str) -> None:
