@@ -28,7 +28,7 @@ async def test_nodes_find_each_other_in_redis_and_the_dead_are_gone(redis_server
     namespace = f"nodes-{os.getpid()}-{time.monotonic_ns()}"
 
     def member(own: str, serving: bool = True) -> RedisMembership:
-        return RedisMembership(redis_server.url, namespace, own, serving=lambda: serving, refresh=0.05, lives=0.5)
+        return RedisMembership(redis_server.url, namespace, own, serving=lambda: serving, refresh=0.05, lives=2.0)
 
     first, second, silent = member("a:1"), member("b:1"), member("c:1", serving=False)
     for each in (first, second, silent):

@@ -389,7 +389,8 @@ class Node:
 
     async def started(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        told: dict[str, Any] = json.loads(await asyncio.to_thread(self.process.stdout.readline))
+        async with asyncio.timeout(120):  # it may have to compile first
+            told: dict[str, Any] = json.loads(await asyncio.to_thread(self.process.stdout.readline))
         return told
 
     def kill(self) -> None:
