@@ -96,7 +96,7 @@ compile | timeout --foreground --kill-after=10 "$limit" qemu-system-x86_64 -mach
   -chardev file,id=c0,path="$console" -serial chardev:c0 -chardev stdio,id=c1,signal=off -serial chardev:c1 \
   -fsdev local,id=root,path=/,security_model=none,readonly=on,multidevs=remap \
   -device virtio-9p-pci,fsdev=root,mount_tag=hostroot 2>"$work/qemu.log" | sed -u 's/\r$//' | tee "$log" |
-  sed -u '/^GUEST_\|^RESULTS /d'
+  sed -u '/^GUEST_\|^RESULTS \|^go$\|^no$/d'  # the last two: what it was told, as its terminal repeats it
 ended=${PIPESTATUS[1]}
 set -e
 status=$(sed -n 's/^GUEST_EXIT //p' "$log" | tail -1)
