@@ -173,7 +173,7 @@ async def test_two_replicas_never_refresh_the_same_key_twice(redis_url: str, nam
             store=RedisTier(redis_url, namespace, read_deadline=10.0, write_deadline=10.0),
             vectors=None,
             rules=CacheRules(ttl_jitter=0.0),
-            replicas=2,
+            memories=2,
         )
         leases = RedisLeases(redis_url, namespace, name)
         return Arm(WarmupRules(burst=200), cache, leases=leases, replicas=2, max_inflight=100)
