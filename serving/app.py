@@ -117,8 +117,20 @@ class GatewayReplica:
         from serving.gateway import Gateway
         from serving.metrics import RaySink
 
+        _log_with_ray()
         replica = serve.get_replica_context().replica_id.unique_id
         return Gateway(self._settings, replica=replica, sink=RaySink())
+
+
+def _log_with_ray() -> None:
+    """Have a replica's own log written into the file of Ray Serve's.
+
+    Ray takes in what a replica writes to stderr, which is where warnings go by themselves, as remarks of a level that it drops.
+    """
+    own, rays = logging.getLogger("serving"), logging.getLogger("ray.serve")
+    if rays.handlers:
+        own.handlers, own.propagate = list(rays.handlers), False
+        own.setLevel(logging.INFO)
 
 
 def application(settings: GatewaySettings, replica: type[GatewayReplica] = GatewayReplica) -> Application:
@@ -153,6 +165,7 @@ class Running:
         service_discovery: Prometheus' file-based service discovery, written by Ray's dashboard; None without the dashboard.
         metrics_targets: Gives the URLs where Ray's nodes export metrics.
         shutdown: Ends it before its context does; may be called twice.
+        logs: Folder of the replicas' logs, one file each; gone when the gateway has ended.
     """
 
     url: str
@@ -160,6 +173,7 @@ class Running:
     service_discovery: Path | None
     metrics_targets: Callable[[], list[str]]
     shutdown: Callable[[], None]
+    logs: Path
 
 
 @contextlib.contextmanager
@@ -240,6 +254,7 @@ def start(
             scratch / "ray" / SERVICE_DISCOVERY if dashboard else None,
             _metrics_targets,
             closing.close,
+            scratch / "ray" / "session_latest" / "logs" / "serve",
         )
 
 

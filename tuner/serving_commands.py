@@ -80,6 +80,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
             return
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
         say(f"metrics: {', '.join(running.metrics_targets())}")
+        say(f"logs: {running.logs}/replica_*.log, until it ends")
         if running.service_discovery is not None:
             say(f"prometheus file_sd: {running.service_discovery}")
         say("Ctrl-C ends it")
