@@ -429,6 +429,9 @@ class TieredCache:
         return self.memory.get_now(arm, key, touch=False) if self._usable(arm, key) else None
 
     def _remember(self, arm: str, entry: Entry, known: int | None = None) -> None:
+        position = self._coherence.position(arm) if self._coherence is not None else None
+        if known is not None and position is not None and known < position:
+            return  # as the memory tier's mark says, unless another writer kept it from being set
         self.memory.put_now(arm, entry, known=known)
         if self._unsure and self._coherence is not None:
             self._coherence.put(arm, entry)

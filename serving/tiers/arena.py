@@ -58,6 +58,12 @@ RESERVE_AGAIN = 5.0
 FIRM = 1.0
 """Seconds that what must not be lost (budgets, new arms) waits for another writer."""
 
+STUCK_AGAIN = 0.002
+"""Seconds that such a write waits for a writer who was waited for in vain before."""
+
+MOST_REVOKED = 1 << 14
+"""Keys that are remembered until they can be removed under the lease; of more the whole arm goes."""
+
 _FLOATS = struct.Struct("<ff")
 _WRITTEN_AT = struct.Struct("<d")
 _log = logging.getLogger(__name__)
@@ -118,6 +124,7 @@ class ArenaTier(LocalTier):
         self._firm = firm
         self._namespace, self._sealer = namespace, sealer
         self._stuck = False
+        self._revoked: dict[str, set[bytes] | None] = {}  # removals that are done again under the lease; None: of all
         self._clock = clock
         self._again = 0.0
         self._gone: list[tuple[int, bytes]] = []
@@ -267,16 +274,24 @@ class ArenaTier(LocalTier):
     def remove_now(self, arm: str, keys: Sequence[bytes] | None, *, removal: int = 0, unless: float | None = None) -> None:
         """Put one of the store's removals into effect."""
         number = self._find_arm(arm)
-        if number < 0 or 0 < removal <= abs(self.mark_now(arm)):
+        if number < 0 or (0 < removal <= abs(self.mark_now(arm)) and arm not in self._revoked):
             return
         if not self._lease(count=False):
             for key in keys or (bytes(KEY_BYTES),):
                 self._key[:] = key
                 revoke(self._words, self._private, number, keys is None)
+            self._revoked_now(arm, keys)
             return  # the mark comes with the next removal
         try:
             place = arm_word(number) + A_REMOVALS
             mark = int(self._words[place])
+            # Who wrote meanwhile may have put a copy of what was only revoked, and goes by the mark from now on.
+            revoked = self._revoked.pop(arm, set())
+            if revoked is None:
+                self._flush(number)
+            for key in revoked or ():
+                self._key[:] = key
+                self._delete(number)
             if 0 < removal <= abs(mark):
                 return
             if keys is None:
@@ -289,6 +304,13 @@ class ArenaTier(LocalTier):
                 self._words[place] = -removal if mark < 0 else removal
         finally:
             self.lease.release()
+
+    def _revoked_now(self, arm: str, keys: Sequence[bytes] | None) -> None:
+        revoked = self._revoked.setdefault(arm, set())
+        if keys is None or (revoked is not None and len(revoked) + len(keys) > MOST_REVOKED):
+            self._revoked[arm] = None
+        elif revoked is not None:
+            revoked.update(keys)
 
     def stats_now(self, arm: str) -> TierStats:
         """:meth:`stats` without awaiting."""
@@ -439,7 +461,8 @@ class ArenaTier(LocalTier):
         return got is not False
 
     def _lease_firmly(self) -> None:
-        if not self._lease(self._firm):
+        # One who is stuck is waited for once, not by each arm's budget: there may be many, and the event loop waits with them.
+        if not self._lease(min(self._firm, STUCK_AGAIN) if self._stuck else self._firm):
             raise ArenaBusy(
                 f"arena {self.mapping.path}: another process has been writing for {self._firm:g} s; is one of its users stopped?"
             )

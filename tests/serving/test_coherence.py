@@ -160,6 +160,57 @@ async def test_a_copy_read_before_a_removal_took_effect_is_not_stored_after_it(s
     assert here.held(1) == []
 
 
+async def test_a_copy_read_before_a_removal_that_could_not_be_noted_in_the_arena_is_not_stored_after_it(
+    start: Start, tmp_path: Path
+) -> None:
+    here = await start()
+    await here.put(1)
+    assert here.store is not None
+    late, known = await here.store.get_numbered(ARM, key(1))
+    stuck = ArenaTier(tmp_path / "here", SIZE)
+    assert stuck.lease.acquire() is True
+    await here.cache.delete_many(ARM, [key(1)])
+    coherence = here.cache._coherence
+    assert coherence is not None
+    assert known is not None
+    await until(lambda: (coherence.position(ARM) or 0) > known, "the removal to be heard")
+    stuck.lease.release()
+    assert late is not None
+    here.cache._promote(ARM, late, known)
+    assert here.held(1) == []
+    await stuck.close()
+
+
+async def test_a_copy_that_a_writer_finished_after_its_removal_was_heard_by_others_goes_with_their_next(tmp_path: Path) -> None:
+    stopped, other = (ArenaTier(tmp_path / "arena", SIZE) for _ in range(2))
+    stopped.resize_now(ARM, 100_000)
+    stopped.update_mark_now(ARM, lambda _: 10)
+    assert stopped.lease.acquire() is True  # in the middle of storing a copy read at 10
+    other.remove_now(ARM, [key(1)], removal=11)
+    stopped.lease.release()
+    stopped.put_now(ARM, entry(1), known=10)
+    other.remove_now(ARM, [key(2)], removal=12)
+    stopped.remove_now(ARM, [key(1)], removal=11)
+    assert other.mark_now(ARM) == 12
+    assert stopped.get_now(ARM, key(1)) is None
+    for each in (stopped, other):
+        await each.close()
+
+
+async def test_a_flush_that_was_heard_while_another_wrote_takes_what_that_one_finished(tmp_path: Path) -> None:
+    stopped, other = (ArenaTier(tmp_path / "arena", SIZE) for _ in range(2))
+    stopped.resize_now(ARM, 100_000)
+    stopped.update_mark_now(ARM, lambda _: 10)
+    assert stopped.lease.acquire() is True
+    other.remove_now(ARM, None, removal=11)
+    stopped.lease.release()
+    stopped.put_now(ARM, entry(1), known=10)
+    other.remove_now(ARM, [key(2)], removal=12)
+    assert stopped.get_now(ARM, key(1)) is None
+    for each in (stopped, other):
+        await each.close()
+
+
 async def test_a_redis_that_lost_its_data_takes_it_from_memory_too(tmp_path: Path, namespace: str) -> None:
     memory = ArenaTier(tmp_path / "arena", SIZE)
     with RedisServer(tmp_path) as server:
