@@ -18,12 +18,16 @@ LIVES_SECONDS = 15.0
 _DEADLINE = 1.0
 _log = logging.getLogger(__name__)
 
-# By Redis' clock. KEYS: the sorted set. ARGV: milliseconds that a member lives, the member -> all members.
+# By Redis' clock; should that go back, who is gone is forgotten in time all the same. KEYS: the sorted set.
+# ARGV: milliseconds that a member lives, the member -> all members.
 _REPORT = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[2])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+for _, late in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[1], '+inf')) do
+  redis.call('ZADD', KEYS[1], now + ARGV[1], late)
+end
 redis.call('PEXPIRE', KEYS[1], ARGV[1] * 4)
 return redis.call('ZRANGE', KEYS[1], 0, -1)
 """

@@ -24,12 +24,16 @@ MOST_NODES = 256
 _DEADLINE = 1.0
 _log = logging.getLogger(__name__)
 
-# By Redis' clock. KEYS: the sorted set. ARGV: milliseconds that an entry lives; a node that is there, or nothing -> the nodes.
+# By Redis' clock; should that go back, who is gone is forgotten in time all the same. KEYS: the sorted set.
+# ARGV: milliseconds that an entry lives; a node that is there, or nothing -> the nodes.
 _MEET = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if ARGV[2] then redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[2]) end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+for _, late in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[1], '+inf')) do
+  redis.call('ZADD', KEYS[1], now + ARGV[1], late)
+end
 redis.call('PEXPIRE', KEYS[1], ARGV[1] * 4)
 return redis.call('ZRANGE', KEYS[1], 0, -1)
 """

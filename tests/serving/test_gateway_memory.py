@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 import serving.runtime
 from serving.arena.layout import ArenaError
@@ -150,6 +152,19 @@ async def test_knobs_are_applied_though_another_process_is_stuck_in_a_write(tmp_
     await cache.close()
 
 
+def test_one_who_is_stuck_in_a_write_is_not_waited_for_by_each_arms_budget(tmp_path: Path) -> None:
+    tier, stuck = (ArenaTier(tmp_path / "arena", 4 * MIB, firm=0.1) for _ in range(2))
+    assert stuck.lease.acquire() is True
+    began = time.monotonic()
+    for number in range(32):
+        with pytest.raises(ArenaError, match="is one of its users stopped"):
+            tier.resize_now(f"arm-{number}", 1000)
+    assert time.monotonic() - began < 32 * 0.1 / 2
+    stuck.lease.release()
+    for each in (tier, stuck):
+        each.close_now()
+
+
 async def test_without_redis_what_means_the_same_is_found_again_after_a_restart(tmp_path: Path) -> None:
     from serving.tiers.vector import VectorTier
     from tests.serving.entries import int8, unit
@@ -234,3 +249,15 @@ async def test_who_is_gone_without_a_word_is_forgotten(redis_url: str, namespace
     await until(alone, "the others to be forgotten")
     for each in (one, sibling, other):
         await each.close()
+
+
+async def test_who_is_gone_is_forgotten_though_the_clock_of_redis_went_back(redis_url: str, namespace: str) -> None:
+    presence = Presence(redis_url, namespace, "m", "a")
+    redis = Redis.from_url(redis_url)
+    at = f"cachepilot:{{{namespace}}}:memories"
+    await redis.zadd(at, {b"n long-gone": (time.time() + 86_400) * 1000})
+    await presence.exchange()
+    assert presence.memories == 2
+    assert await redis.zscore(at, b"n long-gone") <= (time.time() + 60) * 1000
+    await presence.close()
+    await redis.aclose()

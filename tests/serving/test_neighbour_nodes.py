@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from serving.neighbours.membership import RedisMembership, StaticMembership
 from serving.neighbours.node import Neighbours, choose
@@ -58,6 +59,24 @@ async def test_what_is_no_address_is_no_node(redis_server: RedisServer) -> None:
     assert one.nodes == ("a:1",)
     for each in (one, other):
         await each.close()
+
+
+async def test_who_is_gone_is_no_node_though_the_clock_of_redis_went_back(redis_server: RedisServer) -> None:
+    namespace = f"nodes-{os.getpid()}-{time.monotonic_ns()}"
+    redis = Redis.from_url(redis_server.url)
+    at = f"cachepilot:{{{namespace}}}:neighbours"
+    await redis.zadd(at, {b"gone:1": (time.time() + 86_400) * 1000})
+    one = RedisMembership(redis_server.url, namespace, "a:1", serving=lambda: True, lives=0.2)
+    await one.ask()
+    assert one.nodes == ("a:1", "gone:1")
+
+    async def alone() -> bool:
+        await one.ask()
+        return one.nodes == ("a:1",)
+
+    await until(alone, "the one that says nothing to be forgotten")
+    await one.close()
+    await redis.aclose()
 
 
 async def test_the_nodes_stay_while_redis_is_away() -> None:
