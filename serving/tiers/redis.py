@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -37,6 +38,15 @@ RECENT_STEP = 256
 _SENDER_BYTES = 8
 _NUMBER = struct.Struct("<d")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+KEEP_ALIVE = {
+    getattr(socket, option): value
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, option)
+}
+"""Options of connections: the system's own would find a Redis that is gone without a word after two hours, in which removals that
+the feed does not tell would go on answering, and would not keep what is between the two from forgetting a feed that is silent."""
 
 
 def _whole(value: bytes | None, default: int) -> int:
@@ -121,6 +131,7 @@ class RedisTier:
         options: dict[str, Any] = {"socket_timeout": None, "retry": Retry(NoBackoff(), 1)}
         if not url.startswith("unix"):
             options["socket_keepalive"] = True
+            options["socket_keepalive_options"] = KEEP_ALIVE
         pool = BlockingConnectionPool.from_url(url, max_connections=max_connections, timeout=write_deadline, **options)
         try:
             pool.connection_class(**pool.connection_kwargs)

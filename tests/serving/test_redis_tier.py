@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -414,3 +415,23 @@ async def test_names_that_do_not_fit_into_keys_are_refused(tier: RedisTier, name
 def test_a_url_of_no_known_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="redis://"):
         RedisTier("http://127.0.0.1")
+
+
+async def test_a_feed_from_a_redis_that_is_gone_without_a_word_is_given_up_within_a_minute() -> None:
+    tier = RedisTier("redis://127.0.0.1:9/0", "test")
+    connection = tier._feed.connection_pool.make_connection()
+    async with contextlib.AsyncExitStack() as stack:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        stack.push_async_callback(server.wait_closed)
+        stack.callback(server.close)
+        connection.port = server.sockets[0].getsockname()[1]
+        await connection._connect()
+        stack.push_async_callback(connection.disconnect)
+        made = connection._writer.get_extra_info("socket")
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, interval, count = (
+            made.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + interval * count <= 60
+    await tier.close()
