@@ -72,8 +72,10 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_memory_repairs_total", "counter", (),
            "How often this replica found that a writer of the arena had not finished, and repaired it."),
     Metric("cachepilot_neighbour_events_total", "counter", ("transport", "event"),
-           "What came of other nodes' memory, by transport (rdma, tcp; none: there was no link): hits, misses, torn, lost,"
-           " offered, dropped, refused (serving/tiers/rdma.py)."),
+           "What came of other nodes' memory, by transport (rdma, tcp; none: there was no link): hits, misses, torn, behind,"
+           " lost, offered, dropped, refused (serving/tiers/rdma.py)."),
+    Metric("cachepilot_neighbour_links", "gauge", ("transport",),
+           "Other nodes that the replica reads by that transport now (rdma, tcp); none: nodes to which it has no link."),
     Metric("cachepilot_expirations_total", "counter", ("arm",), "Lookups that found an entry past its TTL."),
     Metric("cachepilot_expected_stale_hits_total", "counter", ("arm",),
            "Each hit adds 1 - 0.5^(age / staleness half-life): the expected number of hits on outdated answers."),

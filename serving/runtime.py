@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -484,6 +485,9 @@ class Runtime:
         if self._neighbours is not None:
             for labels, count in self._neighbours.tier.counts.items():
                 metrics.level("cachepilot_neighbour_events_total", *labels, total=float(count))
+            links = Counter(self._neighbours.tier.links().values())
+            for transport in ("rdma", "tcp", "none"):
+                metrics.gauge("cachepilot_neighbour_links", transport, value=float(links[transport]))
         metrics.gauge("cachepilot_knobs_version", value=float(self.version))
         metrics.level("cachepilot_upstream_retries_total", total=float(self.upstream.retried))
         metrics.gauge("cachepilot_upstream_inflight", value=float(self.upstream.inflight))

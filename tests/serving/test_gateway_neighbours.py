@@ -80,6 +80,8 @@ async def test_an_answer_goes_to_its_owner_and_comes_from_there(redis_url: str, 
         counted = await other.metric('cachepilot_hits_total{arm="control",tier="neighbour"}')
         assert counted == await other.metric('cachepilot_neighbour_events_total{event="hits",transport="tcp"}') > 0
         assert await one.metric('cachepilot_neighbour_events_total{event="offered",transport="tcp"}') > 0
+        for transport, count in (("tcp", 1), ("rdma", 0), ("none", 0)):
+            assert await one.metric(f'cachepilot_neighbour_links{{transport="{transport}"}}') == count
 
 
 async def test_what_was_flushed_or_deleted_comes_from_no_neighbour(redis_url: str, namespace: str, tmp_path: Path) -> None:
@@ -145,3 +147,25 @@ async def test_an_address_that_is_taken_or_no_arena_keeps_nobody_from_answering(
             settings["memory"] = {"path": str(tmp_path / "another")}
             async with running({**settings, "upstream": {"base_url": f"{url}/v1"}}) as client:
                 assert (await client.ask("a question")).cache == "HIT"
+
+
+async def test_nodes_meet_before_they_are_asked_anything(redis_url: str, namespace: str, tmp_path: Path) -> None:
+    model, here, there = Model(), free_address(), free_address()
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(model.app))
+        for address in (here, there):
+            given = {
+                "upstream": {"base_url": f"{url}/v1"},
+                "redis_url": redis_url,
+                "namespace": namespace,
+                "memory": {"path": str(tmp_path / address)},
+                "neighbours": {"listen": address, "secret": SECRET, "transport": "tcp"},
+            }
+            last = await stack.enter_async_context(running(given, replica=f"at-{address}"))
+            if address == here:
+                first = last
+
+        async def linked() -> bool:
+            return await first.metric('cachepilot_neighbour_links{transport="tcp"}') == 1
+
+        await until(linked, "the first node to hear of the second, and to read it")
