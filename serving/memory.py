@@ -9,6 +9,7 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def open_memory(settings: GatewaySettings, *, replica: str) -> Memory:
             sealer=Sealer.of(settings.storage),
         )
         try:
-            arena.make_arms_now(list(settings.arms))
+            arena.begin_now(store_of(settings), list(settings.arms))
         except ArenaBusy:
             pass  # they are made with their budgets
         except ArenaError:
@@ -139,6 +140,15 @@ def in_use(path: Path) -> bool:
 def _locked(descriptor: int) -> bool:
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+
+def store_of(settings: GatewaySettings) -> str:
+    """Return what names the Redis of whose entries the arena holds copies, and the cache there; empty where there is none."""
+    if settings.redis_url is None:
+        return ""
+    parts = urlsplit(settings.redis_url)
+    database = dict(parse_qsl(parts.query)).get("db", "")
+    return f"{settings.namespace} {parts.netloc.rpartition('@')[2]} {parts.path} {database}"
 
 
 def arena_path(settings: GatewaySettings) -> Path:

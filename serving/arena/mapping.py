@@ -86,6 +86,11 @@ class Mapping:
         self.words[H_RESERVED] = (begin + count) // UNIT
         return True
 
+    def others(self) -> bool:
+        """Whether there are other users of the file."""
+        found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _USERS.pack(fcntl.F_WRLCK, os.SEEK_SET, VERSION, 1, 0))
+        return bool(_USERS.unpack(found)[0] != fcntl.F_UNLCK)
+
     def bring_in(self) -> None:
         """Map all that has memory at once, which is many times faster than page by page."""
         with suppress(OSError):  # kernels before 5.14 do not have it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import struct
@@ -19,11 +20,13 @@ from serving.arena.layout import (
     A_NAME,
     A_REMOVALS,
     A_USED_BY,
+    ARM_WORDS,
     ARMS,
     CORRUPT,
     H_DIRTY,
     H_REPAIRS,
     H_RESERVED,
+    H_STORE,
     KEY_WORDS,
     LARGEST_UNITS,
     P_EVICTED,
@@ -238,19 +241,50 @@ class ArenaTier(LocalTier):
         finally:
             self.lease.release()
 
-    def make_arms_now(self, arms: Sequence[str]) -> None:
-        """Make arms that nobody has made yet, without a budget.
+    def begin_now(self, store: str, arms: Sequence[str]) -> None:
+        """Say of which store the entries are copies, and make the arms that nobody has made yet, without a budget.
+
+        Arms of before that are not among them are removed with all that they hold, unless others use the arena.
+
+        Args:
+            store: Names the store, and who shares it; ``""``: there is none.
+            arms: The arms.
 
         Raises:
             ArenaBusy: If another writer did not let go.
-            ArenaError: If there is no room for that many.
+            ArenaError: If there is no room for that many, or others use the arena with another store: its removals are numbered
+                by itself, so that those of the one would hide those of the other.
         """
+        name = int.from_bytes(hashlib.blake2b(store.encode(), digest_size=8).digest(), "little", signed=True)
+        self._check_store(name)
         self._lease_firmly()
         try:
+            self._check_store(name)
+            self._words[H_STORE] = name
+            if not self.mapping.others():
+                self._remove_others(arms)
             for arm in arms:
                 self._arm(arm)
         finally:
             self.lease.release()
+
+    def _check_store(self, name: int) -> None:
+        if self._words[H_STORE] not in (0, name) and self.mapping.others():
+            raise ArenaError(
+                f"arena {self.mapping.path}: others use it with another Redis, or with another namespace; "
+                "set another namespace or another memory.path here, and start again"
+            )
+
+    def _remove_others(self, arms: Sequence[str]) -> None:
+        """Remove arms that are not among these; under the lease, and with no other user, who would know their numbers."""
+        kept = {name_words(arm) for arm in arms}
+        for number in range(ARMS):
+            place = arm_word(number)
+            if self._words[place + A_USED_BY] and tuple(self._words[place + A_NAME : place + A_NAME + 2].tolist()) not in kept:
+                self._words[place + A_BUDGET] = 0
+                self._trim(number)
+                self._words[place : place + ARM_WORDS] = 0
+        self._arms.clear()
 
     def mark_now(self, arm: str) -> int:
         """Return the arm's mark."""

@@ -419,7 +419,7 @@ def test_a_url_of_no_known_kind_is_refused() -> None:
 
 async def test_a_feed_from_a_redis_that_is_gone_without_a_word_is_given_up_within_a_minute() -> None:
     tier = RedisTier("redis://127.0.0.1:9/0", "test")
-    connection = tier._feed.connection_pool.make_connection()
+    connection = tier._feed.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     async with contextlib.AsyncExitStack() as stack:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         stack.push_async_callback(server.wait_closed)
