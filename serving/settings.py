@@ -491,7 +491,7 @@ class NeighbourSettings(Settings):
 
     Attributes:
         listen: ``host:port`` at which this node's arena is offered to the others; null: no neighbours at all.
-        advertise: ``host:port`` by which the others reach it; null: ``listen``.
+        advertise: ``host:port`` by which the others reach it; null: ``listen``, if that names one address and one port.
         peers: ``host:port`` of every node; none: they find each other through Redis.
         secret: Shared by all nodes, at least 16 characters; needed with ``listen``. Who has it may read the arena and offer
             entries.
@@ -523,6 +523,13 @@ class NeighbourSettings(Settings):
     def _together(self) -> NeighbourSettings:
         if self.listen is not None and self.secret is None:
             raise ValueError("secret: expected one, since listen is set: neighbours prove to each other that they have it")
+        if self.listen is not None and self.advertise is None:
+            host, _, port = self.listen.rpartition(":")
+            if host in ("0.0.0.0", "[::]", "*") or int(port) == 0:
+                raise ValueError(
+                    "advertise: expected host:port by which the other nodes reach this one, "
+                    f"since listen is {self.listen!r}; got null"
+                )
         if self.listen is None and (given := [name for name in ("advertise", "peers") if getattr(self, name)]):
             raise ValueError(f"listen: expected host:port, since {' and '.join(given)} is given; got null")
         return self

@@ -165,6 +165,8 @@ async def _dial(address: str, transports: Sequence[ClientTransport], secret: byt
         raise LinkLost(f"{address}: {error}") from error
     except OSError as error:
         raise LinkLost(f"{address}: {error.strerror or error}") from error
+    except ValueError as error:  # of a name that no host can have, and whoever writes to Redis can name one
+        raise LinkLost(f"{address}: {error}") from error
     finally:
         if not finished:
             if dialing is not None:

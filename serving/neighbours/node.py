@@ -56,7 +56,15 @@ class Neighbours:
             membership = RedisMembership(redis_url, namespace, own, serving=lambda: self.server.serving)
         else:
             raise ValueError("neighbours: expected peers in the settings, or a Redis by which the nodes find each other")
-        self.tier = NeighbourTier(own, membership, clients, secret=secret, namespace=namespace, deadline=settings.deadline)
+        self.tier = NeighbourTier(
+            own,
+            membership,
+            clients,
+            secret=secret,
+            namespace=namespace,
+            deadline=settings.deadline,
+            own_epoch=arena.mapping.geometry.epoch,
+        )
 
     async def start(self) -> None:
         """Serve and read; waits for no other node."""

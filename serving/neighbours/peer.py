@@ -66,6 +66,7 @@ class Peer:
         namespace: The cache's.
         deadline: Seconds that a lookup may take.
         counts: Counts by transport and event; see :class:`serving.tiers.rdma.NeighbourTier`.
+        own_epoch: Of this node's arena: a peer that has it is this node.
         clock: A monotonic clock, seconds.
         draw: Gives numbers from 0 to 1, for jitter.
     """
@@ -79,6 +80,7 @@ class Peer:
         namespace: str,
         deadline: float,
         counts: Counter[tuple[str, str]],
+        own_epoch: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -87,6 +89,7 @@ class Peer:
         self._secret, self._namespace = secret, namespace
         self._deadline = deadline
         self._counts = counts
+        self._own_epoch = own_epoch
         self._clock, self._draw = clock, draw
         self._arena: RemoteArena | None = None
         self._outbox: Outbox | None = None
@@ -198,8 +201,18 @@ class Peer:
             LinkLost: If there is none to be had.
             Refused: If one side refuses the other.
         """
-        link = await dial(self.address, self._transports, secret=self._secret, namespace=self._namespace, deadline=self._deadline)
+        link = await dial(
+            self.address,
+            self._transports,
+            secret=self._secret,
+            namespace=self._namespace,
+            deadline=self._deadline,
+            fell_back=self._fell_back,
+        )
         try:
+            if link.hello.epoch == self._own_epoch:
+                words = "that is this node itself, by another name; set advertise to the one by which the others have it"
+                raise Refused("protocol", f"{self.address}: {words}")
             arena = RemoteArena(link, clock=self._clock)
             await arena.open()
             outbox = Outbox(link)

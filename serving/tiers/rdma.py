@@ -32,6 +32,7 @@ class NeighbourTier:
         secret: Shared by all nodes, at least 16 characters.
         namespace: The cache's.
         deadline: Seconds that a lookup may take.
+        own_epoch: Of this node's arena, by which it knows itself under another name.
         clock: A monotonic clock, seconds.
         draw: Gives numbers from 0 to 1, for jitter.
 
@@ -57,6 +58,7 @@ class NeighbourTier:
         secret: str,
         namespace: str,
         deadline: float = 0.05,
+        own_epoch: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -67,6 +69,7 @@ class NeighbourTier:
         self._secret = check_secret(secret)
         self._namespace = namespace
         self._deadline = deadline
+        self._own_epoch = own_epoch
         self._clock, self._draw = clock, draw
         self._peers: dict[str, Peer] = {}
         self._nodes: tuple[str, ...] = ()
@@ -152,6 +155,7 @@ class NeighbourTier:
                     namespace=self._namespace,
                     deadline=self._deadline,
                     counts=self.counts,
+                    own_epoch=self._own_epoch,
                     clock=self._clock,
                     draw=self._draw,
                 )

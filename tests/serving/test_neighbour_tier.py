@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from serving.neighbours import exchange, peer, server
+from serving.neighbours.link import LinkLost
 from serving.neighbours.server import NeighbourServer
 from serving.neighbours.tcp import TcpTransport
 from serving.tiers.arena import ArenaTier
@@ -211,6 +212,44 @@ async def test_a_neighbour_with_another_secret_is_tried_again_and_told_of_once(
     told = [record for record in caplog.records if "wrong secret" in record.message and record.name.endswith("peer")]
     assert len(told) == 1
     assert "the same `neighbours.secret` on every node" in told[0].message
+
+
+async def test_a_node_that_is_listed_by_another_name_does_not_ask_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with owner(tmp_path / "arena") as (tier, serving):
+        async with reader(address(serving), own="localhost:1", own_epoch=tier.mapping.geometry.epoch) as neighbours:
+            await until(lambda: neighbours.counts["none", "refused"] > 0, "the node to meet itself")
+            assert set(neighbours.links().values()) == {"none"}
+    assert "that is this node itself, by another name; set advertise" in caplog.text
+
+
+async def test_a_name_that_no_host_can_have_is_a_neighbour_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    async with reader("a..b:1", "x" * 70 + ":1", own="localhost:1") as neighbours:
+        await until(lambda: neighbours.counts["none", "lost"] >= 4, "each to be tried twice")
+    assert "a..b:1 is not read for now" in caplog.text
+
+
+async def test_a_transport_that_fails_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(TcpTransport):
+        name = "rdma"
+
+        def dial(self, deadline: float) -> Any:
+            raise LinkLost("no more queue pairs")
+
+    class Offered:
+        name = "rdma"
+
+        def accept(self, *_: Any) -> Any:
+            raise AssertionError
+
+        def close(self) -> None:
+            pass
+
+    async with owner(tmp_path / "arena", offers=[lambda arena, inbox: Offered()]) as (_, serving):
+        async with reader(address(serving), transports=[Failing(), TcpTransport()], own="localhost:1") as neighbours:
+            await until(lambda: set(neighbours.links().values()) == {"tcp"}, "the other one to be taken")
+    assert caplog.text.count("is read by tcp, since rdma failed") == 1
 
 
 async def test_what_is_offered_is_in_the_owners_arena_and_counted(tmp_path: Path) -> None:

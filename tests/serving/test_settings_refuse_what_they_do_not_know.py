@@ -33,6 +33,9 @@ from serving.settings import GatewaySettings, LlmSimSettings
         ({"neighbours": {"listen": "h:70000"}}, "neighbours.listen", "expected host:port"),
         ({"neighbours": {"listen": "fe80::1:7400"}}, "neighbours.listen", "expected host:port, an IPv6 address in brackets"),
         ({"neighbours": {"listen": "h:7400"}}, "neighbours", "expected one, since listen is set"),
+        ({"neighbours": {"listen": "0.0.0.0:7400", "secret": "s" * 16}}, "neighbours", "advertise: expected host:port by which"),
+        ({"neighbours": {"listen": "[::]:7400", "secret": "s" * 16}}, "neighbours", "advertise: expected host:port by which"),
+        ({"neighbours": {"listen": "h:0", "secret": "s" * 16}}, "neighbours", "advertise: expected host:port by which"),
         ({"neighbours": {"listen": "h:7400", "secret": "short"}}, "neighbours.secret", "expected at least 16 characters"),
         ({"neighbours": {"peers": ["h:7400"]}}, "neighbours", "expected host:port, since peers is given"),
         ({"neighbours": {"listen": "h:7400", "secret": "s" * 16}}, "", "expected a redis_url, since by it nodes hear"),
@@ -64,7 +67,10 @@ def test_the_json_form_gives_the_same_settings_with_the_key_and_repr_hides_it() 
     neighbours = {"listen": "[::1]:7400", "peers": ["node-1:7400"], "secret": "shared by all the nodes"}
     settings = GatewaySettings.model_validate(
         {
-            "upstream": {"api_key": "sk-secret"}, "access_log": "logs", "neighbours": neighbours, "redis_url": "redis://r",
+            "upstream": {"api_key": "sk-secret"},
+            "access_log": "logs",
+            "neighbours": neighbours,
+            "redis_url": "redis://r",
             "memory": {"path": "/dev/shm/a"},
         }
     )
