@@ -65,9 +65,15 @@ fi
 exec {binary} "$@"
 """
 
+_BUSY = "Where other work keeps the machine busy, start it again when there is less of that"
+
 
 class PortInUse(OSError):
     """Somebody else listens where the gateway should."""
+
+
+class GatewayNotStarted(RuntimeError):
+    """Ray, or the gateway on it, did not come up."""
 
 
 def settings_from_args(args: Mapping[str, Any]) -> GatewaySettings:
@@ -203,10 +209,11 @@ def start(
 
     Raises:
         PortInUse: If the port is taken.
-        RuntimeError: If Ray runs already in this process, or the gateway did not come up.
+        GatewayNotStarted: If Ray or the gateway on it did not come up.
+        RuntimeError: If Ray runs already in this process.
     """
-    host, port = settings.host, _claim_port(settings.host, settings.port)
-    metrics_port = _claim_port("0.0.0.0", settings.metrics_port)
+    host, port = settings.host, _claim_port(settings.host, settings.port, "gateway.port")
+    metrics_port = _claim_port("0.0.0.0", settings.metrics_port, "gateway.metrics_port")
     with contextlib.ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="cp-", dir=_short_temporary()))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -225,17 +232,18 @@ def start(
                 " or deploy to that cluster with `serve run serving.app:build`"
             )
         stack.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=dashboard,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=80 << 20,
-            _temp_dir=str(scratch / "ray"),
-            _metrics_export_port=metrics_port,
-            _system_config={"metrics_report_interval_ms": int(metrics_interval * 1000)},
-        )
+        with _ray_in_words():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=dashboard,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=80 << 20,
+                _temp_dir=str(scratch / "ray"),
+                _metrics_export_port=metrics_port,
+                _system_config={"metrics_report_interval_ms": int(metrics_interval * 1000)},
+            )
         stack.callback(_shutdown_serve)
         serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
         serve.run(
@@ -256,6 +264,14 @@ def start(
             closing.close,
             scratch / "ray" / "session_latest" / "logs" / "serve",
         )
+
+
+@contextlib.contextmanager
+def _ray_in_words() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Ray raises no narrower one when its processes do not come up in time
+        raise GatewayNotStarted(f"Ray did not start on this machine: {error} {_BUSY}") from error
 
 
 @contextlib.contextmanager
@@ -388,11 +404,11 @@ def _short_temporary() -> str:
 
 
 def _free_port() -> int:
-    return _claim_port("127.0.0.1", 0)
+    return _claim_port("127.0.0.1", 0, "")
 
 
-def _claim_port(host: str, port: int) -> int:
-    """Return the port if it can be bound now, a free one for 0."""
+def _claim_port(host: str, port: int, setting: str) -> int:
+    """Return the port that a setting names if it can be bound now, a free one for 0."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -402,7 +418,7 @@ def _claim_port(host: str, port: int) -> int:
                 raise
             raise PortInUse(
                 error.errno,
-                f"port {port} on {host} is in use; end what listens there, or choose another port (0 takes a free one)",
+                f"port {port} on {host} is in use; end what listens there, or choose another {setting} (0 takes a free one)",
             ) from error
         return int(probe.getsockname()[1])
 
@@ -419,4 +435,4 @@ def _wait_for(url: str, deadline: float) -> None:
         except OSError as error:
             last = error
         time.sleep(0.05)
-    raise RuntimeError(f"the gateway did not become ready at {url} within {deadline:g} s: {last}")
+    raise GatewayNotStarted(f"the gateway did not become ready at {url} within {deadline:g} s: {last}; {_BUSY}")

@@ -78,7 +78,7 @@ SeedOption = Annotated[int, typer.Option(help="of what is drawn", min=0)]
 @app.command()
 def demo(
     trace: Annotated[Path | None, typer.Option(help="a real trace; without one a generator of user sessions is used")] = None,
-    minutes: Annotated[float, typer.Option(help="length of the whole run", min=0.1, max=60.0)] = 3.5,
+    minutes: Annotated[float, typer.Option(help="length of the whole run", min=1.1, max=60.0)] = 3.5,
     output: Annotated[Path | None, typer.Option(help="folder of the run; default: runs/demo-<time>")] = None,
     policy: Annotated[str, typer.Option(help="policy of the tuned arm")] = "ppo",
     seed: Annotated[int, typer.Option(help="seed of the generator and salt of the split", min=0)] = 0,
@@ -488,6 +488,7 @@ def _exit_code(error: Exception) -> int | None:
     from experiments.ledger import LedgerError
     from experiments.replay import ReplayError
     from experiments.units import InputError
+    from serving.app import GatewayNotStarted
     from serving.config_store import ConfigStoreUnavailable
     from serving.redis_server import RedisServerError
     from tuner.config import SettingsError
@@ -497,7 +498,7 @@ def _exit_code(error: Exception) -> int | None:
         return 2
     known = (
         ArtifactError, TraceError, AccessLogError, LedgerError, ReplayError, SourceUnavailable, ConfigStoreUnavailable,
-        RedisServerError, CommandError, OSError,
+        GatewayNotStarted, RedisServerError, CommandError, OSError,
     )  # fmt: skip
     return 1 if isinstance(error, known) else None
 

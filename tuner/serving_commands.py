@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import signal
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, cast
@@ -35,6 +37,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
     Raises:
         CommandError: If Redis does not answer, or another gateway serves the namespace with its embedded Redis.
         serving.app.PortInUse: If the port is taken.
+        serving.app.GatewayNotStarted: If Ray or the gateway does not come up.
     """
     gateway = settings.gateway
     url = redis_url(gateway)
@@ -81,11 +84,22 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
         say(f"metrics: {', '.join(running.metrics_targets())}")
         say(f"logs: {running.logs}/replica_*.log, until it ends")
+        if _memory(running.url) == "refused":
+            say("memory: the arena cannot be used, so each replica has memory of its own; the log says why")
         if running.service_discovery is not None:
             say(f"prometheus file_sd: {running.service_discovery}")
         say("Ctrl-C ends it")
         over.wait()
         tell("ending")
+
+
+def _memory(url: str) -> str | None:
+    """Return what the replica that answers says of its memory; None if none does."""
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5.0) as answer:
+            return str(json.load(answer)["memory"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 class _Hushed(io.TextIOBase):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from experiments.ledger import Ledger
 from serving.audit import AuditEvent
 from tests.envs.trace_files import AZURE_2024
-from tuner import cli
+from tuner import cli, demo
 from tuner.config import SettingsError, load_settings
 from tuner.errors import CommandError
 from tuner.serving_commands import check_access_log
@@ -76,7 +77,9 @@ def test_a_missing_trace_is_named(cachepilot: Cachepilot, tmp_path: Path) -> Non
 
 
 def test_too_short_a_demo_says_how_long_it_needs(cachepilot: Cachepilot) -> None:
-    failed(cachepilot("demo", "--minutes", "0.2", "--headless"), 1, "--minutes 0.2", "at least")
+    needed = (demo.START_UP + demo.REPORT_TIME + demo.SHORTEST) / 60.0
+    least = math.ceil(10.0 * needed) / 10.0
+    failed(cachepilot("demo", "--minutes", "1", "--headless"), 2, "--minutes", "greater than or equal to", str(least))
 
 
 def test_a_redis_that_does_not_answer_is_named_with_what_to_do(cachepilot: Cachepilot, tmp_path: Path) -> None:
