@@ -180,7 +180,6 @@ class Runtime:
         # What left Redis while nobody listened must not answer, and what stayed should from the first request on.
         with suppress(TimeoutError):
             await asyncio.wait_for(self.cache.following(), FEED_SECONDS)
-        await self._open_neighbours(url)
         self._feed = RedisFeed(url, namespace, self.replica) if url is not None and shared else LocalFeed()
         await self._feed.open()
         self._start_arms(shared=shared)
@@ -200,6 +199,8 @@ class Runtime:
         if url is not None and self.meaning.enabled:
             self._acceptance_feed = AcceptanceFeed(self.meaning.acceptance, url, namespace, self.replica)
             self._background(self._acceptance_loop(self._acceptance_feed), "acceptance")
+        # Last: what is loaded above takes the event loop for seconds, and a node that says that it is there should answer.
+        await self._open_neighbours(url)
         self.ready = True
 
     async def stop(self) -> None:

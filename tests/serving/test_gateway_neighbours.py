@@ -8,7 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+from redis import Redis
+
 from serving.keys import fingerprint
+from serving.runtime import Runtime
 from serving.tiers.rdma import NeighbourTier
 from tests.e2e.stack import chat
 from tests.serving.gateways import Client, Model, running, served
@@ -169,3 +173,28 @@ async def test_nodes_meet_before_they_are_asked_anything(redis_url: str, namespa
             return await first.metric('cachepilot_neighbour_links{transport="tcp"}') == 1
 
         await until(linked, "the first node to hear of the second, and to read it")
+
+
+async def test_a_node_says_that_it_is_there_when_it_has_loaded_all(
+    redis_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Redis.from_url(redis_url)
+    key = f"cachepilot:{{{namespace}}}:neighbours"
+    said: list[int] = []
+    load = Runtime._start_arms
+
+    def loading(runtime: Runtime, *, shared: bool) -> None:
+        said.append(store.exists(key))
+        load(runtime, shared=shared)
+
+    monkeypatch.setattr(Runtime, "_start_arms", loading)
+    given = {
+        "redis_url": redis_url,
+        "namespace": namespace,
+        "memory": {"path": str(tmp_path / "arena")},
+        "neighbours": {"listen": free_address(), "secret": SECRET, "transport": "tcp"},
+    }
+    async with running(given):
+        assert said == [0]
+        assert store.exists(key) == 1
+    store.close()
