@@ -467,9 +467,10 @@ class MemorySettings(Settings):
     Attributes:
         shared: Whether all replicas of a node share one arena; else each has memory of its own. An arena that cannot be opened
             is told of, and the replica goes on with memory of its own.
-        path: The arena's file; null: ``/dev/shm/cachepilot-<namespace>-<user id>``. Replicas that name the same file share it.
-        size: Bytes of the file, memory that is taken as entries come; null: enough for the largest budgets of all arms. One that
-            is used by nobody is replaced where the size changed.
+        path: The arena's file; null: ``/dev/shm/cachepilot-<namespace>-<user id>``, or with ``cachepilot serve`` one in
+            ``/dev/shm`` that goes with it. Replicas that name the same file share it.
+        size: Bytes of the file, memory that is taken as entries come; null: enough for the largest budgets of all arms, and
+            half of the file system at most. One that is used by nobody is replaced where the size changed.
         entry_bytes: What an entry is expected to have on average; sets the size of the index.
     """
 
@@ -496,7 +497,8 @@ class NeighbourSettings(Settings):
         secret: Shared by all nodes, at least 16 characters; needed with ``listen``. Who has it may read the arena and offer
             entries.
         transport: ``rdma``, ``tcp``, or ``auto``: RDMA where both sides have it, else TCP. Both carry entries in the clear.
-        device: The RDMA device; null: the first that is usable.
+        device: The RDMA device, with its port and the index of its GID where need be (``mlx5_0:1:3``); null: the first that is
+            usable.
         deadline: Seconds that a lookup waits for a neighbour before it goes on to Redis.
         inbox_slots: Entries that one neighbour may have offered and this node not yet taken.
         slot_bytes: Largest entry that is offered, in its stored form.
@@ -546,7 +548,7 @@ class GatewaySettings(Settings):
         namespace: Separates caches and configurations that share a Redis.
         generation: Part of every answer's identity: under another one nothing that was stored before is found. For a model that
             changed behind its name; what is unreachable is evicted in time.
-        redis_url: ``redis://``, ``rediss://`` or ``unix://``; null keeps everything in the one replica's memory.
+        redis_url: ``redis://``, ``rediss://`` or ``unix://``; null: memory alone, for one replica.
         redis_deadline: Seconds that a lookup waits for Redis before it goes on as a miss; well below what a miss costs.
         arms: Arms by name; shares sum to 1.
         salt: Of the assignment of keys to arms.
