@@ -482,6 +482,8 @@ class MemorySettings(Settings):
     @field_validator("path")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and "\0" in str(value):
+            raise ValueError(f"expected a path, which has no null characters; got {str(value)!r}")
         if value is not None and not value.is_absolute():
             raise ValueError(f"expected an absolute path, since replicas have other working directories; got {str(value)!r}")
         return value

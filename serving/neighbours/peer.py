@@ -190,6 +190,9 @@ class Peer:
             except LinkLost as error:
                 self._counts["none", "lost"] += 1
                 self._complain(error)
+            except Exception as error:  # noqa: BLE001 - a link that is not made again tells nobody
+                self._counts["none", "lost"] += 1
+                self._complain(LinkLost(f"{type(error).__name__}: {error}"))
             # One that is lost at once, again and again, is tried less and less often.
             tries = 0 if self._clock() - began > BACKOFF[1] else tries + 1
             await self._pause(tries, least)

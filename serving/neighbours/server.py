@@ -168,6 +168,8 @@ class NeighbourServer:
             if descriptor is not None:
                 try:
                     await self._serve()
+                except Exception as error:  # noqa: BLE001 - a node that is read no more until it is started again tells nobody
+                    self._complain(f"serving ended, and is tried again: {type(error).__name__}: {error}")
                 finally:
                     os.close(descriptor)
             self._started.set()

@@ -59,6 +59,23 @@ async def test_an_arena_that_was_replaced_is_not_served(tmp_path: Path, caplog: 
         each.close_now()
 
 
+async def test_a_server_that_fails_serves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("serving.neighbours.server.TAKE_OVER_SECONDS", 0.05)
+    async with owner(tmp_path / "arena") as (_, serving):
+        inbox, links = serving._inbox, serving.counts["links"]
+        link = await linked(serving)
+        monkeypatch.setattr(inbox, "take", None)
+        await link.write(0, bytes(256))  # which wakes it
+        await until(lambda: serving.serving and serving._inbox is not inbox, "it to serve again")
+        again = await linked(serving)
+        assert serving.counts["links"] == links + 2
+        for each in (link, again):
+            await each.close()
+    assert "serving ended, and is tried again: TypeError" in caplog.text
+
+
 async def test_a_transport_that_fails_is_left_out(tmp_path: Path) -> None:
     class Broken(TcpTransport):
         name = "rdma"

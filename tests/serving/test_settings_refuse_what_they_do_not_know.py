@@ -32,6 +32,7 @@ from serving.settings import GatewaySettings, LlmSimSettings
         ({"neighbours": {"listen": "7400"}}, "neighbours.listen", "expected host:port, an IPv6 address in brackets, got '7400'"),
         ({"neighbours": {"listen": "h:70000"}}, "neighbours.listen", "expected host:port"),
         ({"neighbours": {"listen": "fe80::1:7400"}}, "neighbours.listen", "expected host:port, an IPv6 address in brackets"),
+        ({"memory": {"path": "/dev/shm/a\0b"}}, "memory.path", "expected a path, which has no null characters"),
         ({"neighbours": {"listen": "h:7400"}}, "neighbours", "expected one, since listen is set"),
         ({"neighbours": {"listen": "0.0.0.0:7400", "secret": "s" * 16}}, "neighbours", "advertise: expected host:port by which"),
         ({"neighbours": {"listen": "[::]:7400", "secret": "s" * 16}}, "neighbours", "advertise: expected host:port by which"),
