@@ -407,8 +407,10 @@ def experiment_start(
 ) -> None:
     """Record that an experiment begins now; requests before it do not count."""
     from tuner.experiment_commands import start_experiment
+    from tuner.experiment_view import with_moments
 
-    _show(start_experiment(_settings(config), name, control=control, treatment=treatment, note=note, now=time.time()), as_json)
+    found = start_experiment(_settings(config), name, control=control, treatment=treatment, note=note, now=time.time())
+    _show(found if as_json else with_moments(found), as_json)
 
 
 @experiment_app.command("status")
@@ -419,17 +421,18 @@ def experiment_status(
 ) -> None:
     """Say how an experiment stands: decisions, requests, the latest knobs; without a name, what there is and what was changed."""
     from tuner.experiment_commands import status
+    from tuner.experiment_view import moment, status_rows, with_moments
 
     found = status(_settings(config), name, now=time.time())
     if as_json or name is not None:
-        _show(found, as_json)
+        _show(found if as_json else status_rows(found), as_json)
         return
-    _show(found["experiments"] or {"experiments": "none"}, as_json)
+    _show([with_moments(item) for item in found["experiments"]] or {"experiments": "none"}, as_json)
     if found["changes"]:
         earlier = f", and {found['earlier_changes']:,} earlier ones" if found["earlier_changes"] else ""
         _say(f"changed by operators (the latest {len(found['changes'])}{earlier}):")
     for change in found["changes"]:
-        _say(f"  {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(change['at']))}  {change['message']}")
+        _say(f"  {moment(change['at'])}  {change['message']}")
 
 
 @experiment_app.command("stop")
@@ -440,8 +443,10 @@ def experiment_stop(
 ) -> None:
     """Record that an experiment ends now; later requests do not count. Knobs stay as they are."""
     from tuner.experiment_commands import stop_experiment
+    from tuner.experiment_view import with_moments
 
-    _show(stop_experiment(_settings(config), name, now=time.time()), as_json)
+    found = stop_experiment(_settings(config), name, now=time.time())
+    _show(found if as_json else with_moments(found), as_json)
 
 
 @experiment_app.command("report")

@@ -194,6 +194,7 @@ def test_an_experiment_is_started_watched_ended_and_reported(cachepilot: Cachepi
     assert json.loads(started.stdout)["state"] == "running", started.stderr
     failed(cachepilot("experiment", "start", "second", *config), 2, "first", "still running")
     assert json.loads(cachepilot("experiment", "status", "first", "--json", *config).stdout)["state"] == "running"
+    assert "running, 20" in cachepilot("experiment", "status", "first", *config).stdout
     page = tmp_path / "report.html"
     report = cachepilot("experiment", "report", "first", "--json", "--output", str(page), *config)
     assert json.loads(report.stdout)["verdict"] == "not enough data", report.stderr
