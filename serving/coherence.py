@@ -11,6 +11,7 @@ arena that several replicas of a node share and that outlives them all, so that 
   data (its numbers then begin anew, with greater ones). The copies are compared with what the store has, and those that it has
   not, or has anew, are dropped. Until that is done, only what this replica has put there since may answer: all else comes from
   the store.
+* A store whose numbers went back, since a copy that had not heard of the last ones took its place, goes on from greater ones.
 * What is put while the store does not answer makes the mark negative: there may be entries of which the store never hears, so
   that nobody could remove them. They are compared as well when it answers again.
 
@@ -181,6 +182,8 @@ class Coherence:
                 mark = self._memory.mark_now(arm)
         if mark > count:  # others have heard of more since; or the mark is of a store that there is no more
             count = await self._store.removals(arm)
+            if mark > count:  # else others, to whom its numbers tell what they have heard of, would take new ones for old
+                await self._store.renumber(arm)
             return 0 < mark <= count
         return mark == count
 

@@ -264,6 +264,10 @@ class SharedTier(Protocol):
         """Return the number of the arm's last removal; 0: the store knows nothing of the arm."""
         ...
 
+    async def renumber(self, arm: str) -> None:
+        """Number the arm's removals on from more than any so far: they went back, where a copy took the store's place."""
+        ...
+
     async def get_numbered(self, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int]:
         """:meth:`Tier.get`, and the number of the arm's last removal at that moment."""
         ...

@@ -147,6 +147,7 @@ class RedisTier:
         self._resize = register(scripts.RESIZE)
         self._renew = register(scripts.RENEW)
         self._flush = register(scripts.FLUSH)
+        self._renumber = register(scripts.RENUMBER)
         self._heads = register(scripts.HEADS)
         self._recent = register(scripts.RECENT)
         self._names: dict[str, tuple[str, str, str]] = {}
@@ -321,6 +322,14 @@ class RedisTier:
         state = self._keys(arm)[2]
         found: Any = await self._call(lambda: self._redis.hget(state, "removals"), self._write_deadline)
         return _whole(found, 0)
+
+    async def renumber(self, arm: str) -> None:
+        """Number the arm's removals on from the time, microseconds: more than all numbers so far.
+
+        Raises:
+            TierUnavailable: If Redis did not answer in time or refused.
+        """
+        await self._run(self._renumber, arm)
 
     async def get_numbered(self, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int]:
         """:meth:`get`, and the number of the arm's last removal at that moment.

@@ -193,6 +193,19 @@ return count
 """
 )
 
+# -> number of the last removal, from now on a time again, as the first one
+RENUMBER = (
+    _PRELUDE
+    + """
+local last = removals
+removals = 0
+begin()
+removals = math.max(last, removals)
+save()
+return removals
+"""
+)
+
 # keys... -> header, context and metadata of each stored form, its length, ...; nil and 0 where there is none. No common
 # arguments.
 HEADS = """

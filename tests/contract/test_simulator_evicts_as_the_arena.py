@@ -48,6 +48,9 @@ class Store(MemoryTier):
     async def removals(self, arm: str) -> int:
         return 1
 
+    async def renumber(self, arm: str) -> None:
+        pass
+
     async def get_numbered(self, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int]:
         return self.get_now(arm, key, touch=touch), 1
 

@@ -236,6 +236,25 @@ async def test_a_redis_that_is_emptied_without_a_break_is_noticed_by_the_first_r
     await until(lambda: here.held(1, 2, 3) == [3], "the loss to be noticed")
 
 
+async def test_a_redis_whose_copy_without_the_last_removals_took_its_place_goes_on_from_greater_numbers(start: Start) -> None:
+    here = await start()
+    await here.put(1, 2)
+    assert here.store is not None
+    await here.cache.delete_many(ARM, [key(3)])
+    last = await here.store.removals(ARM)
+    await until(lambda: here.memory.mark_now(ARM) == last, "the removal to take effect")
+    redis = here.store._redis
+    await redis.hset(here.store._keys(ARM)[2], "removals", last - 1)
+    await redis.client_kill_filter(_type="pubsub")
+    await until(lambda: here.memory.mark_now(ARM) == last - 1, "memory to be compared with the copy")
+    assert here.held(1, 2) == [1, 2]
+    await here.cache.flush(ARM)
+    assert await here.store.removals(ARM) > last + 1000, "a number that no neighbour has heard of"
+    assert here.held(1, 2) == []
+    await here.put(4)
+    await until(lambda: here.held(4) == [4], "it to go on")
+
+
 async def test_without_redis_entries_outlive_a_restart(start: Start) -> None:
     one = await start(url=None)
     await one.put(1, 2)
