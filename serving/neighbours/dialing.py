@@ -34,7 +34,10 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
 
 class Messages:
-    """The messages of an exchange, one at a time, from a connection."""
+    """The messages of an exchange, one at a time, from a connection.
+
+    Make it before the connection can receive anything: uvloop delivers what has come before tasks that are ready run.
+    """
 
     def __init__(self, connection: Framed) -> None:
         self._connection = connection
@@ -121,13 +124,13 @@ class _Failed(Exception):
 
 async def _dial(address: str, transports: Sequence[ClientTransport], secret: bytes, namespace: str, deadline: float) -> Link:
     host, port = parse_address(address, "peer")
-    connection: Framed | None = None
+    connection = Framed(LARGEST_MESSAGE)
+    messages = Messages(connection)
     dialing = None
     finished = False
     try:
         async with asyncio.timeout(EXCHANGE_SECONDS):
-            _, connection = await asyncio.get_running_loop().create_connection(lambda: Framed(LARGEST_MESSAGE), host, port)
-            messages = Messages(connection)
+            await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
             names = [each.name for each in transports]
             said = [hello(namespace, names, secrets.token_bytes(NONCE_BYTES))]
             connection.send(said[0])
@@ -171,5 +174,4 @@ async def _dial(address: str, transports: Sequence[ClientTransport], secret: byt
         if not finished:
             if dialing is not None:
                 dialing.abandon()
-            if connection is not None:
-                connection.abort()
+            connection.abort()

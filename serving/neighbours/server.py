@@ -258,10 +258,9 @@ class NeighbourServer:
             self._unproven.pop(oldest).cancel()
             oldest.abort("too many connections that have not proved anything")
             self.counts["refused"] += 1
-        self._unproven[connection] = asyncio.create_task(self._greet(connection), name="neighbour-exchange")
+        self._unproven[connection] = asyncio.create_task(self._greet(connection, Messages(connection)), name="neighbour-exchange")
 
-    async def _greet(self, connection: Framed) -> None:
-        messages = Messages(connection)
+    async def _greet(self, connection: Framed, messages: Messages) -> None:
         try:
             async with asyncio.timeout(EXCHANGE_SECONDS):
                 said = [await messages.next()]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from serving.neighbours import server
+from serving.neighbours.exchange import NONCE_BYTES, chosen, hello
 from serving.neighbours.link import LinkLost
-from serving.neighbours.server import NeighbourServer
+from serving.neighbours.server import NeighbourServer, _Incoming
 from serving.neighbours.tcp import TcpTransport
 from serving.tiers.arena import ArenaTier
 from tests.serving.arenas import ARM, MIB, answer, key
@@ -142,3 +144,18 @@ async def test_a_stopped_writer_does_not_hold_up_those_who_read(tmp_path: Path) 
             writer.close_now()
             await until(lambda: serving.counts["rejected"] + serving.counts["taken"] == len(offered), "the rest")
             assert serving.counts["taken"] >= 1
+
+
+async def test_a_hello_that_comes_with_the_connection_is_heard(tmp_path: Path) -> None:
+    # As uvloop delivers it, on which Ray runs: before any task that the connection has made ready.
+    async with owner(tmp_path / "arena") as (_, serving):
+        said = hello(NAMESPACE, ["tcp"], bytes(NONCE_BYTES))
+        transport = Mock(**{"get_extra_info.return_value": None})
+        connection = _Incoming(serving._arrived)
+        connection.connection_made(transport)
+        connection.data_received(len(said).to_bytes(4, "little") + said)
+        await until(lambda: transport.write.called, "the challenge")
+        ((sent,), _) = transport.write.call_args
+        assert chosen(sent[4:], ["tcp"]) == "tcp"
+        connection.connection_lost(None)
+        await until(lambda: not serving._unproven, "the end of the exchange")
