@@ -50,7 +50,8 @@ def train(
         agents.extraction.ParityError: If a saved policy would not act as the trained one.
     """
     # These import torch: only where it is needed.
-    from experiments.training_run import forget
+    from envs.simulator.compiling import compiling
+    from experiments.training_run import forget, is_trained
 
     console = console or Console(stderr=True)
     wanted = runs(settings.located() if _on_ray(ray) else settings)
@@ -60,12 +61,15 @@ def train(
     command = command or "python -m experiments.train --config <the settings below as YAML>"
     with progress_bars(console) as bars:
         watch = Watch(bars, wanted)
+        watch.begin([run.name for run in wanted if not is_trained(run)])
         wanted = [_imitating(run, bars, watch) for run in wanted]
         if _on_ray(ray):
             from experiments.training_job import train_on_ray
 
             found = train_on_ray(wanted, command=command, watch=watch)
         else:
+            if (told := compiling()) is not None:
+                watch.say(told)
             found = [_here(run, command, watch) for run in wanted]
     _tell(found, console)
     return found
@@ -133,6 +137,12 @@ class Watch:
         self._tasks: dict[str, TaskID] = {
             name: bars.add_task(name, total=total, note="waiting") for name, total in self._totals.items()
         }
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Say what is trained where there is no terminal to draw bars on: the first tenth may take minutes."""
+        if not self._bars.console.is_terminal:
+            for name in names:
+                self.say(f"{name}: {self._totals[name]:,} steps, told of after every tenth of them")
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""

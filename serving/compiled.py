@@ -81,3 +81,9 @@ def cache_folder(sources: Path, given: str = "") -> Path:
             return root / name
     # Never a name that others could have taken: compiled code is run as it is found.
     return Path(tempfile.mkdtemp(prefix="cachepilot-"))
+
+
+def is_kept(sources: Path) -> bool:
+    """Return whether compiled code of a folder of modules is kept from an earlier use of what they are now."""
+    given: Any = numba.config
+    return any(cache_folder(sources, given.CACHE_DIR).rglob("*.nbi"))

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from envs.objective import Prices
 from envs.price_book import PriceBook, default_book, load_price_book
 from envs.simulator import MemoryEviction, SimConfig
+from envs.simulator.compiling import compiling
 from envs.workloads.info import trace_info
 from experiments.advise import advise
 from experiments.advise_page import build_page
@@ -155,6 +156,7 @@ def show_simulation(
     knobs = checked_knobs(parse_size(cache_size, "--cache-size"), parse_duration(ttl, "--ttl"), warmup_ratio)
     config, sized, _ = cache.config(settings)
     length = None if window is None else _positive(window, "--window")
+    _say_compiling(err)
     with progress_on(err) as told:
         result = simulate(trace.source(), knobs, config=config, sized=sized, window=length, seed=seed, progress=told)
     if as_json:
@@ -194,6 +196,7 @@ def show_advice(
         what = "it is a directory" if html.is_dir() else f"there is no directory {html.parent}"
         raise InputError(f"--html {str(html)!r}: expected a file that can be written, but {what}: name another")
     largest = None if max_cache_size is None else parse_size(max_cache_size, "--max-cache-size")
+    _say_compiling(err)
     with progress_on(err) as told:
         found = advise(
             trace.source(),
@@ -243,6 +246,11 @@ def show_info(trace: TraceOptions, *, window: str | None, as_json: bool, out: Co
 def write_json(value: Any) -> None:
     """Write JSON, and nothing else, to standard output."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _say_compiling(console: Console) -> None:
+    if (told := compiling()) is not None:
+        console.print(told, markup=False, highlight=False)
 
 
 @contextmanager

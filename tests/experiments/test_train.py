@@ -60,6 +60,7 @@ def test_a_policy_is_trained_evaluated_and_saved(tmp_path: Path) -> None:
     )
     assert card["evaluation"]["verdict"].startswith(("beats", "ties", "is worse"))
     assert "mid-grid" in printed(console)
+    assert printed(console).count("small: 128 steps, told of after every tenth of them") == 1
     assert list((tmp_path / ".training" / "small").iterdir()) == [tmp_path / ".training" / "small" / "tensorboard"]
 
 
@@ -90,6 +91,7 @@ def test_every_variant_and_seed_is_an_artifact_of_its_own_and_repeats(tmp_path: 
     console = quiet()
     assert train(settings, console=console) == found
     assert printed(console).count("trained already") == 4
+    assert "told of after" not in printed(console)
     (found[1] / "policy.safetensors").unlink()
     assert train(settings, console=console, fresh=True) == found
     assert [(path / "policy.safetensors").read_bytes() for path in found] == weights

@@ -14,6 +14,7 @@ from rich.console import Console
 from experiments.units import InputError
 from tests.requirements import trace
 from tests.tuner.test_command_line_explains_faults import Cachepilot, cachepilot, failed
+from tuner import trace_commands
 from tuner.config import Settings, load_settings
 from tuner.trace_commands import CacheOptions, TraceOptions, progress_on
 
@@ -232,3 +233,13 @@ def test_a_terminal_gets_a_bar() -> None:
             tell("reading", share, 100)
     assert "reading" in text.getvalue()
     assert "a second" in text.getvalue()
+
+
+@pytest.mark.parametrize("command", [("simulate", MADE), ("advise", MADE)])
+def test_who_waits_for_the_compiler_is_told(
+    command: tuple[str, ...], cachepilot: Cachepilot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_commands, "compiling", lambda: "compiling the simulator first")
+    assert "compiling the simulator first" in cachepilot(*command).stderr
+    monkeypatch.setattr(trace_commands, "compiling", lambda: None)
+    assert "compiling" not in cachepilot(*command).stderr
