@@ -220,8 +220,8 @@ def replay(
 
     settings = _settings(config).experiments.replay
     workload = load(trace, limit=limit).compress(speed)
-    rate = len(workload) / max(workload.duration, 1e-9)
-    err.print(f"sending {len(workload):,} requests in {workload.duration:,.0f} s: {rate:,.1f} a second", markup=False)
+    rate = f": {len(workload) / workload.duration:,.1f} a second" if workload.duration > 0 else ""
+    err.print(f"sending {len(workload):,} requests in {workload.duration:,.0f} s{rate}", markup=False)
     counts: Counter[int] = Counter()
 
     async def send(show: Callable[[str], None]) -> Any:

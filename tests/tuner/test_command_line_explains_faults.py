@@ -246,3 +246,13 @@ def test_an_access_log_that_cannot_be_written_is_told_before_anything_starts(tmp
             check_access_log(folder)
     check_access_log(tmp_path / "new")
     check_access_log(None)
+
+
+def test_one_request_is_replayed_at_no_rate(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n')
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: refused
+        result = cachepilot("replay", str(path), "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    failed(result, 1, "nothing answers at")
+    assert "a second" not in result.stderr
