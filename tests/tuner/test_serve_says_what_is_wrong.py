@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 import uuid
 from collections.abc import Iterator
@@ -16,14 +17,18 @@ import pytest
 from serving.app import GatewayNotStarted, Running
 from tuner import cli, serving_commands
 from tuner.config import Settings
+from tuner.local import run_directory
 
 
 class Told(Exception):
     """The last line was said."""
 
 
-def settings() -> Settings:
-    return Settings.model_validate({"gateway": {"namespace": f"serve-{uuid.uuid4().hex[:8]}"}})
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    name = f"serve-{uuid.uuid4().hex[:8]}"
+    yield name
+    shutil.rmtree(run_directory(name), ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -49,7 +54,7 @@ def ready(memory: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(("memory", "told"), [("refused", True), ("shared", False), ("own", False)])
 def test_an_arena_that_cannot_be_used_is_told_of(
-    memory: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str, told: bool, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
 
@@ -61,21 +66,22 @@ def test_an_arena_that_cannot_be_used_is_told_of(
     with ready(memory) as url:
         running = Running(url, 1, None, lambda: [], lambda: None, tmp_path)
         monkeypatch.setattr(serving_commands, "start", lambda *_, **__: contextlib.nullcontext(running))
+        settings = Settings.model_validate({"gateway": {"namespace": namespace}})
         with pytest.raises(Told):
-            serving_commands.serve_gateway(settings(), port=None, dashboard=False, say=say)
+            serving_commands.serve_gateway(settings, port=None, dashboard=False, say=say)
     assert [line for line in lines if line.startswith("memory: ")] == (
         ["memory: the arena cannot be used, so each replica has memory of its own; the log says why"] if told else []
     )
 
 
 def test_a_ray_that_does_not_start_is_a_message_and_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise GatewayNotStarted("Ray did not start on this machine: it timed out")
 
     monkeypatch.setattr(serving_commands, "start", fails)
-    monkeypatch.setenv("CACHEPILOT_GATEWAY__NAMESPACE", f"serve-{uuid.uuid4().hex[:8]}")
+    monkeypatch.setenv("CACHEPILOT_GATEWAY__NAMESPACE", namespace)
     monkeypatch.setattr("sys.argv", ["cachepilot", "serve"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
