@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import io
 import logging
 import os
@@ -432,7 +433,7 @@ def _wait_for(url: str, deadline: float) -> None:
                 return
         except urllib.error.HTTPError as error:
             last = f"status {error.code}"
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             last = error
         time.sleep(0.05)
     raise GatewayNotStarted(f"the gateway did not become ready at {url} within {deadline:g} s: {last}; {_BUSY}")

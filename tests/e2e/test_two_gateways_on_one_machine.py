@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import multiprocessing
 import socket
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 def _replica(url: str) -> str | None:
     """The replica that answers there, if one does."""
-    with suppress(OSError), urllib.request.urlopen(f"{url}/readyz", timeout=5.0) as answer:
+    with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(f"{url}/readyz", timeout=5.0) as answer:
         return str(json.load(answer)["replica"])
     return None
 
