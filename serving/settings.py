@@ -520,7 +520,7 @@ class NeighbourSettings(Settings):
     @classmethod
     def _long(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and len(value.get_secret_value()) < 16:
-            raise ValueError("expected at least 16 characters (make them with: openssl rand -base64 32)")
+            raise ValueError("expected at least 16 characters (make them with: openssl rand -hex 32)")
         return value
 
     @model_validator(mode="after")
