@@ -19,6 +19,8 @@ import numpy.typing as npt
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from serving.ending import end
+
 _log = logging.getLogger(__name__)
 
 ACCESS = np.dtype([("arm", "<u2"), ("key", "<u8"), ("size", "<i8"), ("time", "<f8")])
@@ -144,8 +146,7 @@ class RedisFeed:
     async def close(self) -> None:
         """Give up the lease and release the connection."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end([self._task])
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(_DEADLINE):
                 if self.leading and await self._redis.get(self._lease) == self._replica:

@@ -35,6 +35,7 @@ from redis.exceptions import MaxConnectionsError, RedisError
 
 from serving.breaker import CircuitBreaker
 from serving.crypto import Sealer
+from serving.ending import end
 from serving.flights import Flight, FlightFailed, Head, Relayed
 from serving.tiers.redis import check_name
 
@@ -197,8 +198,7 @@ class FlightFeed:
     async def close(self) -> None:
         """Close the connections."""
         if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
+            await end([self._listener])
         await asyncio.gather(*self._giving_back, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
@@ -304,9 +304,7 @@ class Claim:
             if flight.done:
                 await asyncio.wait([publisher])
         finally:
-            for task in (publisher, renewal):
-                task.cancel()
-            await asyncio.gather(publisher, renewal, return_exceptions=True)
+            await end((publisher, renewal))
             del self._feed.followed[self._token]
             flight.hold(False)
             await self._release(flight)

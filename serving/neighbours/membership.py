@@ -11,6 +11,7 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from serving.ending import end
 from serving.neighbours.dialing import parse_address
 
 REFRESH_SECONDS = 5.0
@@ -123,8 +124,7 @@ class RedisMembership:
     async def close(self) -> None:
         """Stop. Others believe the node to be there for a while: another process of it may speak for it next."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end([self._task])
             self._task = None
         with suppress(RedisError, OSError):
             await self._redis.aclose()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from serving.arena.layout import VERSION
+from serving.ending import end
 from serving.neighbours.dialing import Messages, parse_address
 from serving.neighbours.exchange import (
     EXCHANGE_SECONDS,
@@ -140,8 +141,7 @@ class NeighbourServer:
     async def close(self) -> None:
         """Cut all links and let another process of the node take over."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end([self._task])
             self._task = None
 
     def outdated(self, arm: str, keys: Sequence[bytes] | None = None) -> None:

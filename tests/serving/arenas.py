@@ -7,8 +7,10 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import random
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -71,6 +73,22 @@ class Worker:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
+
+    def kill_amid(self, amid: Callable[[], bool], dice: random.Random) -> None:
+        """Kill it at whatever instruction it is while a condition holds: it is stopped to look; within a minute."""
+        assert self.process.pid is not None
+        end = time.monotonic() + 60.0
+        while True:
+            os.kill(self.process.pid, signal.SIGSTOP)
+            os.waitpid(self.process.pid, os.WUNTRACED)
+            if amid():
+                break
+            assert time.monotonic() < end, "it was never met in the middle of what it does"
+            os.kill(self.process.pid, signal.SIGCONT)
+            until = time.monotonic() + dice.uniform(0.0, 0.002)
+            while time.monotonic() < until:
+                pass
+        self.kill()
 
     def close(self) -> None:
         """End it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from serving.ending import end
 from serving.neighbours.membership import RedisMembership, StaticMembership
 from serving.neighbours.node import Neighbours, choose
 from serving.redis_server import RedisServer
@@ -37,7 +38,7 @@ async def test_nodes_find_each_other_in_redis_and_the_dead_are_gone(redis_server
     await until(lambda: first.nodes == ("a:1", "b:1"), "the two that serve")
     assert silent.nodes == ("a:1", "b:1", "c:1"), "itself it knows"
     assert second._task is not None
-    second._task.cancel()  # it dies without a word
+    await end([second._task])  # it dies without a word
     await until(lambda: first.nodes == ("a:1",), "that it is gone")
     third = member("d:1")
     await third.start()
