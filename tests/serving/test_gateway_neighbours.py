@@ -13,6 +13,7 @@ from redis import Redis
 
 from serving.keys import fingerprint
 from serving.runtime import Runtime
+from serving.tiers.base import Tier
 from serving.tiers.rdma import NeighbourTier
 from tests.e2e.stack import chat
 from tests.serving.gateways import Client, Model, running, served
@@ -61,6 +62,10 @@ def key(client: Client, question: str) -> bytes:
 def owner(client: Client, question: str) -> str:
     """The node that owns the answer to a question."""
     return neighbours(client).owner(key(client, question))
+
+
+async def _stored(store: Tier, key: bytes) -> bool:
+    return await store.get("control", key, touch=False) is not None
 
 
 def held(client: Client, question: str) -> bool:
@@ -112,6 +117,13 @@ async def test_a_neighbour_that_has_not_heard_of_a_removal_is_not_believed(
             await one.ask(question)
         mine = [question for question in questions if owner(one, question) == here]
         assert mine
+        store = one.gateway.runtime.cache.store
+        assert store is not None
+        for question in questions:  # else what is still on its way there would be flushed by nobody
+            await until(
+                lambda question=question: _stored(store, key(one, question)),  # type: ignore[misc]
+                "Redis to have it",
+            )
         # It hears nothing more, and answers those who read its memory all the same.
         one.gateway.runtime.cache._changed = lambda change: None  # type: ignore[method-assign]
         await other.gateway.runtime.cache.flush("control")
