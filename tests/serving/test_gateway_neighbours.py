@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
@@ -13,7 +14,6 @@ from redis import Redis
 
 from serving.keys import fingerprint
 from serving.runtime import Runtime
-from serving.tiers.base import Tier
 from serving.tiers.rdma import NeighbourTier
 from tests.e2e.stack import chat
 from tests.serving.gateways import Client, Model, running, served
@@ -64,8 +64,13 @@ def owner(client: Client, question: str) -> str:
     return neighbours(client).owner(key(client, question))
 
 
-async def _stored(store: Tier, key: bytes) -> bool:
-    return await store.get("control", key, touch=False) is not None
+async def all_stored(client: Client, questions: list[str]) -> None:
+    """Wait until Redis has the answers: what is still on its way there is flushed by nobody."""
+    store = client.gateway.runtime.cache.store
+    assert store is not None
+    for question in questions:
+        while await store.get("control", key(client, question), touch=False) is None:
+            await asyncio.sleep(0.005)
 
 
 def held(client: Client, question: str) -> bool:
@@ -99,10 +104,12 @@ async def test_what_was_flushed_or_deleted_comes_from_no_neighbour(redis_url: st
         questions = [f"question {number}" for number in range(6)]
         for question in questions:
             assert (await one.ask(question)).cache == "MISS"
+        await all_stored(one, questions)
         await other.gateway.runtime.cache.flush("control")
         for question in questions:
             assert (await other.ask(question)).cache == "MISS"
         await one.gateway.runtime.cache.delete_many("control", [key(one, questions[0])])
+        await until(lambda: not held(other, questions[0]), "the other node to hear of it")
         for client in (other, one):
             assert (await client.ask(questions[0])).cache == ("MISS" if client is other else "HIT")
 
@@ -117,13 +124,7 @@ async def test_a_neighbour_that_has_not_heard_of_a_removal_is_not_believed(
             await one.ask(question)
         mine = [question for question in questions if owner(one, question) == here]
         assert mine
-        store = one.gateway.runtime.cache.store
-        assert store is not None
-        for question in questions:  # else what is still on its way there would be flushed by nobody
-            await until(
-                lambda question=question: _stored(store, key(one, question)),  # type: ignore[misc]
-                "Redis to have it",
-            )
+        await all_stored(one, questions)
         # It hears nothing more, and answers those who read its memory all the same.
         one.gateway.runtime.cache._changed = lambda change: None  # type: ignore[method-assign]
         await other.gateway.runtime.cache.flush("control")
