@@ -17,15 +17,14 @@ from serving.runtime import Runtime
 from serving.tiers.rdma import NeighbourTier
 from tests.e2e.stack import chat
 from tests.serving.gateways import Client, Model, running, served
+from tests.serving.neighbours import free_port
 from tests.waiting import until
 
 SECRET = "shared by all the nodes"
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextlib.asynccontextmanager
