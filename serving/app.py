@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+import psutil
 import yaml
 
 from serving.settings import GatewaySettings
@@ -284,7 +285,8 @@ def _temporary_arena(scratch: Path) -> Iterator[Path]:
     from serving.memory import in_use
 
     for left in SHARED_MEMORY.glob(_TEMPORARY.format(pid="*", rest="*")):
-        if not _alive(left.name.split("-")[2]) and not in_use(left / "arena"):
+        pid = left.name.split("-")[2]
+        if not (pid.isdecimal() and psutil.pid_exists(int(pid))) and not in_use(left / "arena"):
             shutil.rmtree(left, ignore_errors=True)  # another user's stays
     try:
         folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY.format(pid=os.getpid(), rest=""), dir=SHARED_MEMORY))
@@ -294,16 +296,6 @@ def _temporary_arena(scratch: Path) -> Iterator[Path]:
         yield folder / "arena"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class _Quiet(io.TextIOBase):

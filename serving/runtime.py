@@ -36,10 +36,10 @@ from serving.meaning.acceptance_feed import AcceptanceFeed
 from serving.memory import Memory, open_memory
 from serving.metrics import GatewayMetrics, Sink
 from serving.policy import Asked
-from serving.presence import REPORT_SECONDS as PRESENCE_SECONDS
 from serving.presence import Presence
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_url import address
+from serving.roll_call import REPORT_SECONDS as PRESENCE_SECONDS
 from serving.settings import GatewaySettings
 from serving.tenants import Tenants
 from serving.tiers.arena import ArenaTier

@@ -13,31 +13,11 @@ from redis.exceptions import RedisError
 
 from serving.ending import end
 from serving.neighbours.dialing import parse_address
-
-REFRESH_SECONDS = 5.0
-"""How often a node says that it is there, and asks who else is."""
-
-LIVES_SECONDS = 15.0
-"""Seconds after which a node that says nothing is gone."""
+from serving.roll_call import DEADLINE, LIVES_SECONDS, REPORT_SECONDS, RollCall
 
 MOST_NODES = 256
 
-_DEADLINE = 1.0
 _log = logging.getLogger(__name__)
-
-# By Redis' clock; should that go back, who is gone is forgotten in time all the same. KEYS: the sorted set.
-# ARGV: milliseconds that an entry lives; a node that is there, or nothing -> the nodes.
-_MEET = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-if ARGV[2] then redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[2]) end
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-for _, late in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[1], '+inf')) do
-  redis.call('ZADD', KEYS[1], now + ARGV[1], late)
-end
-redis.call('PEXPIRE', KEYS[1], ARGV[1] * 4)
-return redis.call('ZRANGE', KEYS[1], 0, -1)
-"""
 
 
 class Membership(Protocol):
@@ -103,16 +83,15 @@ class RedisMembership:
         own: str,
         *,
         serving: Callable[[], bool],
-        refresh: float = REFRESH_SECONDS,
+        refresh: float = REPORT_SECONDS,
         lives: float = LIVES_SECONDS,
     ) -> None:
         self.nodes: tuple[str, ...] = (own,)
         self._own = own
         self._serving = serving
-        self._refresh, self._lives = refresh, lives
-        self._key = f"cachepilot:{{{namespace}}}:neighbours"
+        self._refresh = refresh
         self._redis: Redis = Redis.from_url(url)
-        self._meet = self._redis.register_script(_MEET)
+        self._roll = RollCall(self._redis, f"cachepilot:{{{namespace}}}:neighbours", lives)
         self._task: asyncio.Task[None] | None = None
         self._away = False
 
@@ -131,10 +110,9 @@ class RedisMembership:
 
     async def ask(self) -> None:
         """Say that this node is there, and learn of the others; waits a second at most."""
-        spoken = [self._own] if self._serving() else []
         try:
-            async with asyncio.timeout(_DEADLINE):
-                found = await self._meet(keys=[self._key], args=[int(self._lives * 1000), *spoken])
+            async with asyncio.timeout(DEADLINE):
+                found = await self._roll.call(self._own if self._serving() else None)
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away:
                 _log.warning("neighbours: Redis is away, the %d nodes known stay: %s", len(self.nodes), error)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from serving.breaker import CircuitBreaker
+from serving.ending import end
 from serving.neighbours.dialing import dial
 from serving.neighbours.exchange import Refused
 from serving.neighbours.inbox import H_TAKEN, HEAD_BYTES, encode
@@ -170,9 +171,7 @@ class Peer:
 
     async def close(self) -> None:
         """Let go of the peer."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     # -- the link ------------------------------------------------------------------------------------------------------------
 

@@ -296,9 +296,9 @@ def test_what_is_at_an_arenas_path_is_told_without_changing_it(tmp_path: Path) -
         describe_arena(tmp_path / "nowhere" / "arena")
 
 
-async def test_who_is_gone_without_a_word_is_forgotten(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.presence.LIVES_SECONDS", 0.2)
-    one, sibling, other = (Presence(redis_url, namespace, memory, name) for memory, name in (("m", "a"), ("m", "b"), ("n", "c")))
+async def test_who_is_gone_without_a_word_is_forgotten(redis_url: str, namespace: str) -> None:
+    names = (("m", "a"), ("m", "b"), ("n", "c"))
+    one, sibling, other = (Presence(redis_url, namespace, memory, name, lives=0.2) for memory, name in names)
     for each in (other, sibling, one):
         await each.exchange()
     assert (one.memories, one.speaks, sibling.speaks, other.speaks) == (2, True, True, True)
