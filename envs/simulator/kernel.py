@@ -49,7 +49,6 @@ from envs.simulator.state import (
     INPUT,
     JITTER,
     LANDMARK,
-    LAST_START,
     MATCH,
     MEMORY_BUDGET,
     MEMORY_BYTES,
@@ -88,10 +87,10 @@ from envs.simulator.state import (
     WARMUP,
     Columns,
     Floats,
-    Ints,
     Places,
     State,
 )  # fmt: skip
+from envs.simulator.upstream import free_slot, occupy
 from serving.compiled import compiled
 from serving.ghost_kernel import mix64
 
@@ -224,50 +223,13 @@ def _put(state: State, key: int, size: int, group: int, now: float) -> None:
 
 
 @compiled(allocates=False)
-def _free_slot(busy: Floats, ints: Ints, floats: Floats, now: float) -> float:
-    """Return when a call that is made now can start: at once, or when the first of those under way has ended.
-
-    ``busy`` is a heap of the ends of the calls under way. Nobody starts before those who came earlier, so what has ended by this
-    start is dropped for good: ``IN_FLIGHT`` is then the number of calls that run beside it. O(log slots).
-    """
-    start: float = max(now, floats[LAST_START])
-    if ints[IN_FLIGHT] == len(busy):
-        start = max(start, busy[0])
-    floats[LAST_START] = start
-    while ints[IN_FLIGHT] > 0 and busy[0] <= start:
-        ints[IN_FLIGHT] -= 1
-        count, last = ints[IN_FLIGHT], busy[ints[IN_FLIGHT]]
-        place, child = 0, 1
-        while child < count:
-            if child + 1 < count and busy[child + 1] < busy[child]:
-                child += 1
-            if busy[child] >= last:
-                break
-            busy[place] = busy[child]
-            place, child = child, 2 * child + 1
-        busy[place] = last
-    return start
-
-
-@compiled(allocates=False)
-def _occupy(busy: Floats, ints: Ints, finish: float) -> None:
-    """Put the end of a call into the heap."""
-    place = ints[IN_FLIGHT]
-    ints[IN_FLIGHT] += 1
-    while place > 0 and busy[(place - 1) // 2] > finish:
-        busy[place] = busy[(place - 1) // 2]
-        place = (place - 1) // 2
-    busy[place] = finish
-
-
-@compiled(allocates=False)
 def _call(state: State, now: float, output_tokens: int, until: float) -> float:
     """Send one request upstream; return its latency. Calls are made in order of time, so the queue is first come first served."""
     busy, params = state.busy, state.params
-    start = _free_slot(busy, state.ints, state.floats, now)
-    load = params[CONTENTION] * state.ints[IN_FLIGHT] / len(busy)
+    start, beside = free_slot(busy, state.ints, now)
+    load = params[CONTENTION] * beside / len(busy)
     finish = start + params[TTFT] + output_tokens * params[TPOT] * (1.0 + load)
-    _occupy(busy, state.ints, finish)
+    occupy(busy, state.ints, finish)
     if start < until:
         state.floats[BUSY_SECONDS] += min(finish, until) - start
     else:
@@ -428,9 +390,9 @@ def _serve(state: State, columns: Columns, missed: int, horizon: float, until: f
         else:
             # Sent upstream, first come first served: calls are made in order of time.
             tokens = output_tokens[row]
-            start = _free_slot(busy, ints, floats, now)
-            finish = start + ttft + tokens * tpot * (1.0 + contention * ints[IN_FLIGHT])
-            _occupy(busy, ints, finish)
+            start, beside = free_slot(busy, ints, now)
+            finish = start + ttft + tokens * tpot * (1.0 + contention * beside)
+            occupy(busy, ints, finish)
             if start < until:
                 floats[BUSY_SECONDS] += min(finish, until) - start
             else:

@@ -400,7 +400,6 @@ def _new_state(prepared: PreparedTrace, config: SimConfig, trace: Trace, positio
     floats[k.NEXT_TICK] = now + warmup.period
     floats[k.BUCKET] = max(1.0, warmup.burst)
     floats[k.LANDMARK] = math.nan
-    floats[k.LAST_START] = now
     params = np.zeros(k.N_PARAMS)
     params[k.JITTER] = config.ttl_jitter
     params[k.HALF_LIFE] = config.staleness_half_life

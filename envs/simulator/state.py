@@ -41,7 +41,7 @@ NEWER, OLDER, GROUP = range(3)
 ) = range(32)  # fmt: skip
 FIRST_COUNTER = MEMORY_HITS
 # ``floats``: state, then the window's sums
-(NEXT_TICK, BUCKET, LANDMARK, LAST_START, STALE, MISS_SECONDS, BUSY_SECONDS, WAIT_SECONDS, N_FLOATS) = range(9)
+(NEXT_TICK, BUCKET, LANDMARK, STALE, MISS_SECONDS, BUSY_SECONDS, WAIT_SECONDS, N_FLOATS) = range(8)
 FIRST_SUM = STALE
 # ``params``
 (
@@ -78,7 +78,7 @@ class State(NamedTuple):
         rank: Room for the places that they come to, likewise.
         spare: Room for a copy of ``hot``.
         spare_weight: Room for a copy of ``weight``.
-        busy: Heap of when each of the ``IN_FLIGHT`` calls under way ends, (slots,).
+        busy: Heap of when each of the ``IN_FLIGHT`` slots in use becomes free, seconds, (slots,).
         refreshing: When each refresh under way ends, (refreshes_inflight,).
         starts: When each call that waits at the window's end starts, seconds: ``PENDING`` of them, with room for all that may
             come to wait in the next window.

@@ -147,6 +147,34 @@ def test_kernel_agrees_with_reference(trace: Trace, config: SimConfig, knobs: Kn
         assert signals.upstream_waiting == pytest.approx(expected.waiting, abs=1e-9)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.5]),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+def test_calls_that_end_at_one_moment_keep_their_slots_busy_until_then(
+    batches: list[tuple[int, int]], slots: int, contention: float, tokens: int, window: int
+) -> None:
+    # Batches of equal calls: several slots become free at once while others wait, within a window and at its very end.
+    seconds = np.cumsum([gap / 4 for gap, _ in batches])
+    time = np.repeat(seconds, [count for _, count in batches])
+    rows, same = len(time), np.zeros(len(time), np.int64)
+    column = np.full(rows, tokens, np.int32)
+    trace = Trace("batches", time, np.full(rows, mix64(1), np.uint64), same + 40, same, column, column)
+    config = SimConfig(store=False, upstream=UpstreamModel(slots, ttft=0.0, tpot=0.25, contention=contention), ghost_keys=0)
+    knobs = Knobs(0, 1e9, 0.0)
+    kernel, reference = CacheSimulator(trace, config, knobs), ReferenceSimulator(trace, config, knobs)
+    for _ in range(math.ceil((time[-1] + rows * tokens) * 4 / window) + 1):
+        signals, expected = kernel.step(window / 4).signals, reference.step(window / 4)
+        assert signals.upstream_running == pytest.approx(expected.running, abs=1e-9)
+        assert signals.upstream_waiting == pytest.approx(expected.waiting, abs=1e-9)
+        assert signals.latency_sum == pytest.approx(sum(expected.latency))
+    assert signals.upstream_running == signals.upstream_waiting == 0
+
+
 def test_a_hot_set_that_changes_much_between_rounds() -> None:
     # Hundreds of changes per round, and a table that overflows: both ways of sorting and the pruning are met.
     trace = sessions(1_500, 600, duration=32.0, think_time=1.0, seed=6)
