@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+ROUNDS ?= 20
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test lint unit test-rdma bench lock clean setup setup-dev system-packages
+.PHONY: help demo test lint unit test-rdma fuzz bench lock clean setup setup-dev system-packages
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -32,6 +33,10 @@ unit: setup-dev
 ## make test-rdma        RDMA over soft-RoCE in an emulated machine, and its times beside TCP's (RDMA_GUEST_DIR=... to keep them there)
 test-rdma: setup-dev system-packages
 	tests/rdma/run.sh
+
+## make fuzz             what is tested with made examples, with new ones, ROUNDS times (20); PYTEST_ARGS="..." to narrow
+fuzz: setup-dev system-packages
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile fuzz --count $(ROUNDS) $(PYTEST_ARGS)
 
 ## make bench            our figures beside the peers', in one run
 bench: setup-dev system-packages

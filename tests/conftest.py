@@ -13,8 +13,10 @@ from serving.redis_server import RedisServer
 
 _numbers = itertools.count()
 
-# An example may take long where other work goes on: that says nothing of what is tested.
-settings.register_profile("cachepilot", deadline=None)
+# An example may take long where other work goes on: that says nothing of what is tested. A change is judged by the same examples
+# each time; `make fuzz` draws new ones.
+settings.register_profile("cachepilot", deadline=None, derandomize=True)
+settings.register_profile("fuzz", deadline=None, print_blob=True)
 settings.load_profile("cachepilot")
 
 
