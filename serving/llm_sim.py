@@ -15,20 +15,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,6 +42,9 @@ from starlette.routing import Route
 from serving.llm_sim_embeddings import CHARS_PER_TOKEN as CHARS_PER_TOKEN
 from serving.llm_sim_embeddings import BadInput, embed
 from serving.settings import LlmSimSettings
+
+if TYPE_CHECKING:
+    import uvicorn
 
 OUTPUT_TOKENS_HEADER = "x-llm-sim-output-tokens"
 MAX_OUTPUT_TOKENS = 1_000_000
@@ -410,7 +415,7 @@ class LlmSim:
 
 
 def run(settings: LlmSimSettings, *, on_start: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; returns when it has ended, whichever it was.
 
     Args:
         settings: The server's settings.
@@ -421,7 +426,15 @@ def run(settings: LlmSimSettings, *, on_start: Callable[[str], None] | None = No
     """
     import uvicorn
 
-    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listener:
+    # Requests that hang on purpose must not keep it from ending.
+    config = uvicorn.Config(
+        LlmSim(settings), log_level=settings.log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=3
+    )
+    server = uvicorn.Server(config)
+    with (
+        _ended_by_signals(server),
+        socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listener,
+    ):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((settings.host, settings.port))
@@ -434,11 +447,36 @@ def run(settings: LlmSimSettings, *, on_start: Callable[[str], None] | None = No
         listener.listen(2048)
         if on_start is not None:
             on_start(f"http://{settings.host}:{listener.getsockname()[1]}/v1")
-        # Requests that hang on purpose must not keep it from ending.
-        config = uvicorn.Config(
-            LlmSim(settings), log_level=settings.log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=3
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
+    """Have SIGINT and SIGTERM end the server, also before it listens to them itself, and nothing but the server.
+
+    A server that a signal has ended raises it once more, for the handler from before: the system's would end the process by it.
+    And of each request that it breaks off then it tells with a traceback.
+    """
+    log = logging.getLogger("uvicorn.error")
+
+    def goes_on(record: logging.LogRecord) -> bool:
+        return not server.should_exit
+
+    if threading.current_thread() is not threading.main_thread():  # others cannot listen to signals
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        server.should_exit = True
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    log.addFilter(goes_on)
+    try:
+        yield
+    finally:
+        log.removeFilter(goes_on)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class LlmSimProcess:
