@@ -272,15 +272,17 @@ def bench(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Say what is installed, what is missing, and what takes its place."""
+def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Say what is installed, what is missing, and what takes its place, for the settings that serve would have."""
     from tuner.doctor import examine, healthy
+    from tuner.pipes import widen
 
-    checks = examine()
+    checks = examine(config)
     if as_json:
         fields = ("name", "status", "detail", "remedy")
         sys.stdout.write(json.dumps([{name: getattr(check, name) for name in fields} for check in checks], indent=2) + "\n")
     else:
+        widen(out)
         table = Table(box=None)
         for heading in ("", "part", "found", "what to do, or what takes its place"):
             table.add_column(heading, overflow="fold")

@@ -25,8 +25,9 @@ from serving.settings import GatewaySettings, LlmSimSettings
 from tuner.guard import GuardLimits
 
 PREFIX = "CACHEPILOT_"
+FILE_VARIABLE = "CACHEPILOT_CONFIG"
 Steps = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NOT_SETTINGS = frozenset({"CACHEPILOT_CONFIG", "CACHEPILOT_TRACES", "CACHEPILOT_REQUIRE_ALL", "CACHEPILOT_API_KEY"})
+NOT_SETTINGS = frozenset({FILE_VARIABLE, "CACHEPILOT_TRACES", "CACHEPILOT_REQUIRE_ALL", "CACHEPILOT_API_KEY"})
 """Variables with the prefix that are no settings."""
 
 
@@ -130,19 +131,44 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
         SettingsError: If the file cannot be read or parsed, or a key or value is not as expected.
     """
     variables = os.environ if environ is None else environ
-    if path is None and variables.get("CACHEPILOT_CONFIG"):
-        path = Path(variables["CACHEPILOT_CONFIG"])
+    if path is None:
+        path = _file_of(variables)
     tree = _read_file(path) if path is not None else {}
     origin: dict[tuple[str, ...], str] = {}
-    for name, raw in sorted(variables.items()):
-        if name.startswith(PREFIX) and name not in NOT_SETTINGS:
-            keys = tuple(name[len(PREFIX) :].lower().split("__"))
-            _insert(tree, keys, _parse(name, raw), name)
-            origin[keys] = name
+    for name in _names_of(variables):
+        keys = tuple(name[len(PREFIX) :].lower().split("__"))
+        _insert(tree, keys, _parse(name, variables[name]), name)
+        origin[keys] = name
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(_explain(error, path, origin)) from None
+
+
+def origin_of_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """Say in words where :func:`load_settings` takes the settings from: the file, who named it, and the variables over it.
+
+    Args:
+        path: As there.
+        environ: As there.
+    """
+    variables = os.environ if environ is None else environ
+    named = _file_of(variables)
+    if path is not None:
+        found = f"{path}, by --config"
+    else:
+        found = f"{named}, by ${FILE_VARIABLE}" if named is not None else f"the defaults, without --config or ${FILE_VARIABLE}"
+    names = _names_of(variables)
+    return f"{found}; over it: {', '.join(names)}" if names else found
+
+
+def _file_of(variables: Mapping[str, str]) -> Path | None:
+    given = variables.get(FILE_VARIABLE)
+    return Path(given) if given else None
+
+
+def _names_of(variables: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in variables if name.startswith(PREFIX) and name not in NOT_SETTINGS)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -12,7 +12,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from serving.settings import GatewaySettings
+    from tuner.config import Settings
 
 Status = Literal["ok", "absent", "failed"]
 
@@ -34,9 +38,15 @@ class Check:
     remedy: str = ""
 
 
-def examine() -> list[Check]:
-    """Look at this machine; takes about a second and changes nothing."""
+def examine(config: Path | None = None) -> list[Check]:
+    """Look at this machine, with the settings that `cachepilot serve` would have; takes about a second and changes nothing.
+
+    Args:
+        config: The settings' file; None: as :func:`tuner.config.load_settings` finds it.
+    """
+    said, settings = _settings(config)
     checks: list[Callable[[], Check]] = [
+        lambda: said,
         _python,
         *(lambda name=name: _distribution(name) for name in ("ray", "torch", "stable-baselines3", "usearch", "numba")),
         _embedder,
@@ -47,7 +57,7 @@ def examine() -> list[Check]:
         _policy,
         _rdma,
         _shared_memory,
-        _arena,
+        *((lambda: _redis(settings.gateway), lambda: _arena(settings.gateway)) if settings is not None else ()),
         _loopback,
     ]
     return [check() for check in checks]
@@ -56,6 +66,19 @@ def examine() -> list[Check]:
 def healthy(checks: list[Check]) -> bool:
     """Whether everything that is needed is here."""
     return all(check.status != "failed" for check in checks)
+
+
+def _settings(config: Path | None) -> tuple[Check, Settings | None]:
+    from tuner.config import SettingsError, load_settings, origin_of_settings
+
+    origin = origin_of_settings(config)
+    try:
+        settings = load_settings(config)
+    except SettingsError as error:
+        return Check(
+            "settings", "failed", f"{origin}: {error}", "correct them: every command that reads them ends with this"
+        ), None
+    return Check("settings", "ok", origin), settings
 
 
 def _python() -> Check:
@@ -129,19 +152,39 @@ def _shared_memory() -> Check:
     return Check("/dev/shm", "ok", f"{free} MiB of {usage.total >> 20} MiB free")
 
 
-def _arena() -> Check:
-    from serving.memory import arena_path, arena_size, describe_arena
-    from serving.settings import GatewaySettings
+def _redis(gateway: GatewaySettings) -> Check:
+    from serving.redis_url import shown
+    from tuner.local import redis_url
+    from tuner.serving_commands import redis_answers
 
-    settings = GatewaySettings(redis_url="redis://")  # with any Redis, the size is that for a share of the budgets
-    path = arena_path(settings)
+    url = redis_url(gateway)
+    if gateway.redis_url is None:
+        running = f"runs at {url}" if redis_answers(url) else "not running"
+        return Check("Redis", "ok", f"cachepilot serve brings its own; {running}")
+    if redis_answers(url):
+        return Check("Redis", "ok", f"answers at {shown(url)}")
+    return Check("Redis", "failed", f"nothing answers PING at {shown(url)} within 2 s", "start it, or correct gateway.redis_url")
+
+
+def _arena(gateway: GatewaySettings) -> Check:
+    from serving.memory import SHARED_MEMORY, arena_path, arena_size, describe_arena
+
+    name = "memory arena"
+    if not gateway.memory.shared:
+        return Check(name, "ok", "none, since gateway.memory.shared is false: each replica has memory of its own")
+    if gateway.redis_url is None:  # with any Redis, the size is that for a share of the budgets
+        gateway = gateway.model_copy(update={"redis_url": "redis://"})
+    path, size = arena_path(gateway), f"{arena_size(gateway) >> 20} MiB"
     try:
         found = describe_arena(path)
     except RuntimeError as error:
-        return Check("memory arena", "absent", str(error), "each replica has memory of its own instead")
-    others = [other for other in sorted(path.parent.glob("cachepilot-*")) if other != path and _unused(other)]
-    left = f"; used by nobody: {', '.join(map(str, others))}" if others else ""
-    return Check("memory arena", "ok", f"{path}: {found}; by the default settings it gets {arena_size(settings) >> 20} MiB{left}")
+        return Check(name, "absent", str(error), "each replica has memory of its own instead")
+    if gateway.memory.path is not None:
+        said = f"{path}, by gateway.memory.path: {found}; by these settings it gets {size}"
+    else:
+        said = f"cachepilot serve makes one of {size} that goes with it; {path}, for serve run: {found}"
+    others = [other for other in sorted(SHARED_MEMORY.glob("cachepilot-*")) if other != path and _unused(other)]
+    return Check(name, "ok", f"{said}; used by nobody: {', '.join(map(str, others))}" if others else said)
 
 
 def _unused(path: Path) -> bool:
