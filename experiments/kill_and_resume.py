@@ -32,6 +32,7 @@ from agents.artifact import WEIGHTS
 from experiments.packaging import check
 from experiments.train import train
 from experiments.train_settings import Run, load_train_settings, runs
+from serving.ports import free_port
 
 CONFIG = Path(__file__).parent / "configs" / "tiny.yaml"
 DEADLINE = 600.0
@@ -87,7 +88,7 @@ def ray_head(cpus: int = 2) -> Iterator[Head]:
     }
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
-    port, dashboard, agent, client = _free_ports(4)
+    port, dashboard, agent, client = (free_port() for _ in range(4))
     command = [
         str(ray), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}",
         "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
@@ -263,14 +264,6 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > ends:
             raise RuntimeError(f"waited {DEADLINE:g} s for {what}")
         time.sleep(0.02)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def _listening(port: int) -> bool:

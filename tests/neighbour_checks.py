@@ -375,7 +375,7 @@ async def a_restarted_neighbour_with_another_arena_is_read_again(bench: Bench) -
 @asynccontextmanager
 async def reader_of_restarts(bench: Bench) -> AsyncIterator[tuple[Any, str, int]]:
     """A tier whose one neighbour is not there yet, its address, and a key that it owns."""
-    from tests.serving.neighbours import free_port
+    from serving.ports import free_port
 
     there = f"127.0.0.1:{free_port()}"
     async with reader(there, transports=[bench.client()]) as mine:

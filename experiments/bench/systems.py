@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.app import start
+from serving.ports import free_port
 from serving.redis_server import RedisServer
 from serving.settings import GatewaySettings
 
@@ -55,9 +55,7 @@ def litellm_proxy(executable: Path, base_url: str) -> Iterator[str]:
     Raises:
         RuntimeError: If it does not start; the message ends with what it printed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     upstream = {"model": "openai/llm-sim", "api_base": base_url, "api_key": "none"}
     config = {
         "model_list": [{"model_name": "llm-sim", "litellm_params": upstream}],

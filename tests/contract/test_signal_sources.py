@@ -18,8 +18,9 @@ from envs import promql
 from envs.prometheus_source import PrometheusSource
 from envs.scrape_source import ScrapeSource
 from envs.sources import SignalSource, SourceUnavailable, TargetHealth
+from serving.ports import free_port
 from tests.exporter import RAY_LABELS, Exporter, exporters
-from tests.prometheus import free_port, prometheus_server
+from tests.prometheus import prometheus_server
 
 SCRAPE = 0.2
 SCRAPES = 12

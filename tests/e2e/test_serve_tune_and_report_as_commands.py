@@ -18,8 +18,8 @@ import pytest
 from envs.workloads.generators import sessions
 from experiments.replay import replay
 from serving.llm_sim import LlmSimProcess
+from serving.ports import free_port
 from serving.settings import LlmSimSettings
-from tests.prometheus import free_port
 
 pytestmark = pytest.mark.e2e
 

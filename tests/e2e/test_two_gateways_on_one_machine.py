@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import multiprocessing
-import socket
 import time
 import urllib.request
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from serving.app import start
+from serving.ports import free_port
 from serving.settings import GatewaySettings
 from tests.e2e.stack import Stack
 
@@ -46,9 +46,7 @@ def _start_another(port: int) -> set[str]:
 
 def test_a_gateway_that_starts_beside_another_is_never_answered_for_by_it(stack: Stack) -> None:
     others = _replicas(stack.gateway.url, stack.gateway.replicas)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     answered: set[str] = set()
     # In a process of its own: this one has a Ray already.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

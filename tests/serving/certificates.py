@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from serving.ports import free_port
 from tests.requirements import program
 
 _DAY = datetime.timedelta(days=1)
@@ -72,9 +72,7 @@ class Authority:
 @contextmanager
 def redis_behind_tls(folder: Path, authority: Authority, server: Pair, client: Pair) -> Iterator[str]:
     """Run a Redis that speaks TLS alone and asks its clients for certificates; gives its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         program("redis-server"), "--port", "0", "--tls-port", str(port), "--bind", "127.0.0.1", "--save", "",
         "--dir", str(folder), "--logfile", str(folder / "redis.log"), "--tls-auth-clients", "yes",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -71,15 +68,6 @@ async def reader(*nodes: str, own: str = "127.0.0.1:1", **options: Any) -> Async
         yield tier
     finally:
         await tier.close()
-
-
-def free_port() -> int:
-    """A port that is free, and that no connection of this machine is given meanwhile, as those of the system's choice are."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 async def settled(turns: int = 5) -> None:

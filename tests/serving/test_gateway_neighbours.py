@@ -13,11 +13,11 @@ import pytest
 from redis import Redis
 
 from serving.keys import fingerprint
+from serving.ports import free_port
 from serving.runtime import Runtime
 from serving.tiers.rdma import NeighbourTier
 from tests.e2e.stack import chat
 from tests.serving.gateways import Client, Model, running, served
-from tests.serving.neighbours import free_port
 from tests.waiting import until
 
 SECRET = "shared by all the nodes"

@@ -12,11 +12,12 @@ from redis.asyncio import Redis
 from serving.ending import end
 from serving.neighbours.membership import RedisMembership, StaticMembership
 from serving.neighbours.node import Neighbours, choose
+from serving.ports import free_port
 from serving.redis_server import RedisServer
 from serving.settings import NeighbourSettings
 from serving.tiers.arena import ArenaTier
 from tests.serving.arenas import ARM, MIB, answer, check, key
-from tests.serving.neighbours import NAMESPACE, SECRET, free_port
+from tests.serving.neighbours import NAMESPACE, SECRET
 from tests.waiting import until
 
 

@@ -14,9 +14,10 @@ from serving.neighbours.exchange import NONCE_BYTES, chosen, hello
 from serving.neighbours.link import LinkLost
 from serving.neighbours.server import NeighbourServer, _Incoming
 from serving.neighbours.tcp import TcpTransport
+from serving.ports import free_port
 from serving.tiers.arena import ArenaTier
 from tests.serving.arenas import ARM, MIB, answer, key
-from tests.serving.neighbours import NAMESPACE, SECRET, address, free_port, linked, owner, reader
+from tests.serving.neighbours import NAMESPACE, SECRET, address, linked, owner, reader
 from tests.waiting import until
 
 
@@ -38,8 +39,8 @@ async def test_an_address_that_another_program_has_is_told_and_taken_when_it_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "TAKE_OVER_SECONDS", 0.02)
-    other = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = other.sockets[0].getsockname()[1]
+    port = free_port()
+    other = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", port)
     async with owner(tmp_path / "arena", listen=f"127.0.0.1:{port}") as (_, serving):
         assert not serving.serving
         assert f"cannot listen on 127.0.0.1:{port}" in caplog.text

@@ -20,10 +20,11 @@ from serving.neighbours import exchange, peer, server
 from serving.neighbours.link import LinkLost
 from serving.neighbours.server import NeighbourServer
 from serving.neighbours.tcp import TcpTransport
+from serving.ports import free_port
 from serving.tiers.arena import ArenaTier
 from serving.tiers.rdma import NeighbourTier
 from tests.serving.arenas import ARM, MIB, answer, check, key
-from tests.serving.neighbours import NAMESPACE, SECRET, address, free_port, owner, reader
+from tests.serving.neighbours import NAMESPACE, SECRET, address, owner, reader
 from tests.waiting import until
 
 
@@ -401,6 +402,7 @@ import asyncio, json, sys
 from pathlib import Path
 from serving.tiers.arena import ArenaTier
 from tests.serving.arenas import ARM, answer
+from serving.ports import free_port
 from tests.serving.neighbours import NAMESPACE, SECRET
 from serving.neighbours.server import NeighbourServer
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.ports import free_port
 from serving.settings import VectorSettings
 from serving.tiers.base import TierUnavailable
 from serving.tiers.vector import UsearchStore
@@ -23,7 +24,7 @@ from serving.tiers.vector_service import ServiceStore, collection_name
 from serving.tiers.vector_store import VectorItem, VectorStore, Where, open_store
 from tests.requirements import module
 from tests.serving.entries import CONTEXT, key
-from tests.vector_services import free_port, silent_server
+from tests.vector_services import silent_server
 from tests.waiting import until
 
 DIM = 8
