@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import psutil
 import yaml
 
+from serving.ports import free_port
 from serving.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -354,15 +355,15 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         # Where HAProxy sends what no replica is ready for. At Ray's fixed port the proxy of another Ray on this machine may
         # listen, and its gateway would answer.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(sockets / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(sockets / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(sockets),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(sockets / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(sockets / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # Draining is for rolling updates behind a load balancer; here it would only delay the end.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
@@ -396,12 +397,10 @@ def _short_temporary() -> str:
     return directory if len(directory) <= _LONGEST_TEMPORARY else "/tmp"
 
 
-def _free_port() -> int:
-    return _claim_port("127.0.0.1", 0, "")
-
-
 def _claim_port(host: str, port: int, setting: str) -> int:
     """Return the port that a setting names if it can be bound now, a free one for 0."""
+    if port == 0:
+        return free_port(host)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
+
+from serving.ports import free_port
 
 START_SECONDS = 15.0
 STOP_SECONDS = 5.0
@@ -132,11 +133,7 @@ class RedisServer:
         path = directory.resolve() / "redis.sock"
         if not self._tcp and len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
             return ["--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"], f"unix://{path}"
-        port = self._port
-        if port == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+        port = self._port or free_port()
         return ["--port", str(port)], f"redis://127.0.0.1:{port}"
 
     def _wait_until_ready(self, binary: str) -> None:
