@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from serving.adoption import Adoption
 from serving.coherence import Coherence, Store
 from serving.ending import end
 from serving.keys import Fingerprint
@@ -25,7 +26,7 @@ from serving.knobs import Knobs
 from serving.lookup import Lookup, answer_of
 from serving.policy import Asked, CacheRules, Candidate, decide, is_live, worth_fetching
 from serving.reindexing import index_from_memory, index_from_store
-from serving.tiers.base import KEY_BYTES, Change, Entry, EntryMeta, SharedTier, Tier, TierStats, TierUnavailable
+from serving.tiers.base import KEY_BYTES, Change, Entry, EntryMeta, Outdated, SharedTier, Tier, TierStats, TierUnavailable
 from serving.tiers.local import LocalTier
 from serving.tiers.vector import VectorTier
 from serving.tiers.vector_store import VectorStore
@@ -126,8 +127,10 @@ class TieredCache:
         self._resizing = asyncio.Lock()
         self._shared: Store | None = store if isinstance(store, Store) else None
         self._coherence: Coherence | None = None
+        self._adoption: Adoption | None = None
         if self._shared is not None:
             self._coherence = Coherence(memory, self._shared, self._introduce, self._work.set)
+            self._adoption = Adoption(self._shared, self._coherence.position, self._promote)
         self._unsure: Mapping[str, object] = self._coherence.unsure if self._coherence is not None else {}
         if store is None:
             memory.on_evict = self._forget_vectors
@@ -326,11 +329,22 @@ class TieredCache:
 
     # -- writing -------------------------------------------------------------------------------------------------------------
 
-    async def put(self, arm: str, entry: Entry, *, now: float) -> int:
+    def last_removal(self, arm: str) -> int | None:
+        """Return what :meth:`put` is to be told of an answer that is asked for from now on; None where there is no store."""
+        return self._coherence.last(arm) if self._coherence is not None else None
+
+    async def put(self, arm: str, entry: Entry, *, now: float, since: int | None = None) -> int:
         """Store an answer as the arm's most recently used.
 
         An entry that is larger than the arm's budget, or already past its TTL, is not stored. With the store away it stays in the
         memory tier.
+
+        Args:
+            arm: The arm.
+            entry: The answer.
+            now: The clock, seconds.
+            since: What :meth:`last_removal` said before the answer was asked for: it is not stored if a flush came since that
+                covers it, whoever has heard of it. None: it is stored in any case.
 
         Returns:
             How many entries the store evicted for it (the memory tier, if there is no store).
@@ -344,7 +358,11 @@ class TieredCache:
         if self.store is None:
             evicted = self.memory.put_now(arm, entry)
         else:
-            evicted = await self._put_stored(self.store, arm, entry)
+            try:
+                evicted = await self._put_stored(self.store, arm, entry, since)
+            except Outdated as error:
+                _log.debug("%s", error)
+                return 0
         fits = entry.complete and entry.size <= knobs.cache_size
         self._index(arm, entry.key, entry.context, entry.vector if fits else b"", EntryMeta.load(entry.meta) if fits else None)
         return evicted
@@ -363,14 +381,30 @@ class TieredCache:
         self._forget(arm, keys)  # what was read from the store before came meanwhile
         return count
 
-    async def outdate(self, arm: str) -> None:
-        """Tell every replica that answers under way in the arm are outdated: before entries are removed by what they are."""
+    async def outdate(self, arm: str, where: Mapping[str, str]) -> None:
+        """Begin to remove entries by what they are: no answer that is under way at any replica is kept if it is one of them.
+
+        Args:
+            arm: The arm.
+            where: What they are (:func:`serving.tiers.labels.labels_where`).
+
+        Raises:
+            TierUnavailable: If the store cannot be asked.
+        """
         self.on_outdated(arm)
+        if self._shared is not None and self._coherence is not None:
+            self._coherence.outdated(arm)
+            await self._shared.outdate(arm, where)
+
+    async def withdraw(self, arm: str, key: bytes) -> bool:
+        """Remove an entry that should not have been given, and keep no answer to it that is under way; whether it was there.
+
+        Raises:
+            TierUnavailable: If the store cannot be asked; then it may be gone from memory alone.
+        """
         if self._shared is not None:
-            try:
-                await self._shared.outdate(arm)
-            except TierUnavailable as error:
-                _log.warning("arm %s: other replicas may keep answers that were under way at a flush: %s", arm, error)
+            await self._shared.outdate(arm, {"key": key.hex()}, told=False)
+        return await self.delete_many(arm, [key]) > 0
 
     async def flush(self, arm: str) -> int:
         """Remove every entry of the arm; how many there were (of the memory tier alone if the store is away)."""
@@ -399,6 +433,8 @@ class TieredCache:
         await end(self._tasks)
         await asyncio.gather(*self._renewing, return_exceptions=True)
         self._tasks = []
+        if self._adoption is not None:
+            await self._adoption.close()
         if self.store is not None:
             await self.store.close()
         await self.memory.close()
@@ -442,28 +478,36 @@ class TieredCache:
         if position is None:
             return None
         entry = await neighbours.get(arm, asked.fp.key, least=position)
-        if entry is None or self._coherence is None or self._coherence.position(arm) is None:
+        if entry is None or self._adoption is None or self._coherence is None or self._coherence.position(arm) is None:
             return None
         decision = decide(asked, entry, (), knobs=self.knobs(arm), rules=self.rules, now=now)
         if decision.outcome != "hit":
             return None
-        self._promote(arm, entry, position)
+        self._adoption.propose(arm, entry)
         self._touched(arm, entry, now)
         return answer_of(decision, neighbours.name)
 
     async def _stored(self, store: Tier, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int | None]:
         """The store's entry, and the number of its last removal where it has numbers."""
-        if self._shared is not None:
-            return await self._shared.get_numbered(arm, key, touch=touch)
-        return await store.get(arm, key, touch=touch), None
+        if self._shared is None or self._coherence is None:
+            return await store.get(arm, key, touch=touch), None
+        entry, known = await self._shared.get_numbered(arm, key, touch=touch)
+        self._coherence.learned(arm, known)
+        return entry, known
 
-    async def _put_stored(self, store: Tier, arm: str, entry: Entry) -> int:
-        """Put into the store and then into memory; how many the store evicted."""
+    async def _put_stored(self, store: Tier, arm: str, entry: Entry, since: int | None) -> int:
+        """Put into the store and then into memory; how many the store evicted.
+
+        Raises:
+            Outdated: If the store has refused it.
+        """
 
         async def put() -> tuple[int, int | None]:
-            if self._shared is not None:
-                return await self._shared.put_numbered(arm, entry)
-            return await store.put(arm, entry), None
+            if self._shared is None or self._coherence is None:
+                return await store.put(arm, entry), None
+            evicted, known = await self._shared.put_numbered(arm, entry, since=since)
+            self._coherence.learned(arm, known)
+            return evicted, known
 
         writing = asyncio.ensure_future(put())
         try:
@@ -478,14 +522,26 @@ class TieredCache:
                 with suppress(TierUnavailable):
                     self._coherence.doubt(arm)
             return 0
+        except Outdated:
+            if early:
+                self._take_back(arm, entry)
+            raise
         except BaseException:
             writing.cancel()
             raise
-        if not early:
+        if early and known is not None and abs(self.memory.mark_now(arm)) > known:
+            self._take_back(arm, entry)  # it may be what was removed since, before it was put into memory
+        elif not early:
             self._remember(arm, entry, known)
         if self.neighbours is not None and entry.complete:
             self.neighbours.offer(arm, entry, known)
         return evicted
+
+    def _take_back(self, arm: str, entry: Entry) -> None:
+        """Remove an entry from memory that was put there before the store had answered."""
+        held = self.memory.get_now(arm, entry.key, touch=False)
+        if held is not None and held.written_at == entry.written_at:
+            self.memory.delete_now(arm, entry.key)
 
     def _touched(self, arm: str, entry: Entry, now: float) -> None:
         self.memory.touch_soon(arm, entry.key)
@@ -663,8 +719,12 @@ class TieredCache:
             return
         if change.arm not in self._knobs:
             return
-        if change.kind != "outdated":
+        if change.kind == "outdated":
+            self._coherence.outdated(change.arm)
+        else:
             self._coherence.heard(change)
+        if change.kind == "evict" and not change.keys:
+            return
         if change.kind in ("evict", "flush"):
             self.on_removed(change.arm, change.keys if change.kind == "evict" else None)
         if change.own:

@@ -46,7 +46,7 @@ from serving.arena.layout import (
     slot_tag,
     slot_units,
 )
-from serving.arena.reader import overflowed, points_inside
+from serving.arena.reader import inside_file, overflowed
 from serving.neighbours.link import LARGEST_READ, Link, LinkLost
 from serving.tiers.base import KEY_BYTES, Entry
 from serving.tiers.codec import unpack
@@ -145,8 +145,8 @@ class RemoteArena:
         return self._marks.get(number, 0) >= least
 
     def _note_mark(self, number: int, mark: int) -> None:
-        # What took effect once has taken effect, also where the mark is negative now: what was stored since is not older.
-        self._marks[number] = max(mark, self._marks.get(number, 0))
+        # What took effect once has taken effect. Below 0 the peer is in doubt of what it has: asked again until it is not.
+        self._marks[number] = max(mark, self._marks.get(number, 0)) if mark >= 0 else 0
 
     async def _look(self, value: int, number: int, key: bytes) -> bytes | int:
         """Look once into the one or two buckets of the digest."""
@@ -159,7 +159,7 @@ class RemoteArena:
                 return TORN
             state, *slots = _STATE_AND_SLOTS.unpack_from(data)
             for slot in slots:
-                if slot == 0 or slot_tag(slot) != tag or not points_inside(self._private, slot):
+                if slot == 0 or slot_tag(slot) != tag or not inside_file(self._private, slot):
                     continue
                 at, size = slot_at(slot), slot_units(slot) * UNIT
                 if size > LARGEST_READ:

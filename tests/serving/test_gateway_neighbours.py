@@ -86,7 +86,9 @@ async def test_an_answer_goes_to_its_owner_and_comes_from_there(redis_url: str, 
             owned = owner(one, question)
             if owned == there:
                 await until(lambda question=question: held(other, question), "the owner to take it")  # type: ignore[misc]
+            await all_stored(one, [question])
             tiers[owned].add((await other.ask(question)).headers["x-cache-tier"])
+            await until(lambda question=question: held(other, question), "Redis to say that it has it")  # type: ignore[misc]
             assert (await other.ask(question)).headers["x-cache-tier"] == "memory", "it keeps what it has got"
         assert tiers == {here: {"neighbour"}, there: {"memory"}}
         assert len(model.asked) == 12

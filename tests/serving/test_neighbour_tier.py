@@ -368,6 +368,22 @@ async def test_an_offer_older_than_a_removal_that_took_effect_is_not_taken(tmp_p
             assert (tier.counts["tcp", "hits"], tier.counts["tcp", "misses"], tier.counts["tcp", "behind"]) == (2, 2, 2)
 
 
+async def test_a_peer_that_was_found_in_doubt_of_what_it_has_is_believed_again_when_it_says_so(tmp_path: Path) -> None:
+    async with owner(tmp_path / "arena") as (arena, serving):
+        there = address(serving)
+        arena.update_mark_now(ARM, lambda mark: 5)
+        async with reader(there) as tier:
+            await until(lambda: tier.links()[there] == "tcp", "the link")
+            number = owned(tier, there, 1)[0]
+            arena.put_now(ARM, answer(number, 1, 100))
+            assert await tier.get(ARM, key(number), least=5) is not None
+            arena.update_mark_now(ARM, lambda mark: -mark)
+            assert await tier.get(ARM, key(number), least=6) is None, "its mark is read"
+            assert await tier.get(ARM, key(number), least=5) is None, "and now it is known to be in doubt"
+            arena.update_mark_now(ARM, abs)
+            assert await tier.get(ARM, key(number), least=5) is not None
+
+
 async def test_what_waits_to_be_offered_is_dropped_when_it_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with owner(tmp_path / "arena") as (_, serving):
         there = address(serving)
