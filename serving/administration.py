@@ -90,7 +90,7 @@ class Administration:
             return None
         arm, key = place
         self._runtime.meaning.acceptance.feedback(key, verdict == "good", 1.0 if similarity is None else similarity)
-        return await self._runtime.cache.delete_many(arm, [key]) > 0 if verdict == "bad" else False
+        return await self._runtime.cache.withdraw(arm, key) if verdict == "bad" else False
 
     async def flush(self, where: FlushWhere) -> int:
         """Remove the entries that match, from every tier of every replica; how many there were."""
@@ -101,7 +101,8 @@ class Administration:
             if where.whole_arms:
                 removed += await runtime.cache.flush(arm)
                 continue
-            await runtime.cache.outdate(arm)  # what is under way was asked before the flush
+            # What is under way was asked before the flush.
+            await runtime.cache.outdate(arm, {name: value for name, value in where.given().items() if name != "arm"})
             doomed: list[bytes] = []
             async for step in runtime.cache.heads(arm):
                 doomed += [head.key for head in step if where.matches(arm, EntryMeta.load(head.meta))]

@@ -13,9 +13,12 @@ arena that several replicas of a node share and that outlives them all, so that 
   the store.
 * A store whose numbers went back, since a copy that had not heard of the last ones took its place, goes on from greater ones.
 * What is put while the store does not answer makes the mark negative: there may be entries of which the store never hears, so
-  that nobody could remove them. They are compared as well when it answers again.
+  that nobody could remove them. They are compared as well when it answers again. A flush that chooses by what entries are asks
+  the store alone what there is: from then on nothing of such an arm answers until it is compared.
 
-A copy that was read from the store may be late: it is stored only if no removal after the reading took effect yet.
+A copy that was read from the store may be late: it is stored only if no removal after the reading took effect yet. An answer may
+be late as well, and a flush have come since it was asked for: whoever asks notes the last removal that is known then
+(:meth:`Coherence.last`), and the store refuses what a later flush covers.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class Coherence:
         self._doubts: dict[str, int] = {}  # how often there was one
         self._heard: dict[str, int] = {}  # last number of arms whose position is not known
         self._positions: dict[str, int] = {}  # number up to which all was heard
+        self._last: dict[str, int] = {}  # greatest number that the store has told, whatever was heard of those before it
 
     @property
     def owes(self) -> bool:
@@ -79,6 +83,15 @@ class Coherence:
     def position(self, arm: str) -> int | None:
         """Return the number up to which the arm's removals were heard and took effect; None where that is not known."""
         return None if arm in self.unsure else self._positions.get(arm)
+
+    def last(self, arm: str) -> int:
+        """Return the number of the arm's last removal as far as it is known here; 0: none is."""
+        return self._last.get(arm, 0)
+
+    def learned(self, arm: str, number: int) -> None:
+        """Note that the store has told of a removal by its number."""
+        if number > self._last.get(arm, 0):
+            self._last[arm] = number
 
     def usable(self, arm: str, key: bytes) -> bool:
         """Whether the memory tier's entry under that key may answer."""
@@ -119,9 +132,15 @@ class Coherence:
         self._wake()
         self._memory.update_mark_now(arm, lambda mark: -abs(mark))
 
+    def outdated(self, arm: str) -> None:
+        """Note that entries are being flushed by what they are: those of which the store does not know would be left out."""
+        if arm in self._owed or self._memory.mark_now(arm) < 0:
+            self.begin(arm)
+
     def heard(self, change: Change) -> None:
         """Put a change into effect in the memory tier."""
         arm, number = change.arm, change.removal
+        self.learned(arm, number)
         keys = None if change.kind == "flush" else change.keys
         unless = change.written_at if change.kind == "put" else None
         position = self._positions.get(arm)
@@ -151,11 +170,15 @@ class Coherence:
             await self._settle(arm)
 
     async def _settle(self, arm: str) -> None:
-        doubts = self._doubts.get(arm, 0)
+        doubts, last = self._doubts.get(arm, 0), self.last(arm)
         count = await self._store.removals(arm)
         if count == 0:
             await self._introduce(arm)
             count = await self._store.removals(arm)
+        if count < last:  # they went back: what was noted before means nothing now, and would be taken for what is to come
+            await self._store.renumber(arm)
+            count = self._last[arm] = await self._store.removals(arm)
+        self.learned(arm, count)
         while arm in self._missed:
             self._missed.discard(arm)
             self._heard.pop(arm, None)

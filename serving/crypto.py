@@ -64,5 +64,9 @@ class Sealer:
         except InvalidTag:
             return None
 
+    def secret(self, use: bytes) -> bytes:
+        """Return 32 bytes that only this key gives, for another use than sealing."""
+        return hmac.digest(self._key, b"cachepilot use\0" + use, "sha256")
+
     def _cipher(self, place: bytes) -> AESGCM:
         return AESGCM(hmac.digest(self._key, b"cachepilot entry\0" + place, "sha256"))

@@ -148,15 +148,16 @@ class Fetcher:
         """
 
         async def produce(flight: Flight) -> None:
+            since = self._cache.last_removal(arm)
             if flight.head is not None:
                 # Another replica's answer is gone on with. Its clients may have more of it, or will have it cut otherwise.
                 flight.head = _tagged(flight.head, validators.new_tag())
             if partial is not None:
-                await self._go_on(flight, arm, call, partial, cause)
+                await self._go_on(flight, arm, call, partial, cause, since)
             elif call.asked.stream:
-                await self._stream(flight, arm, call, cause, keep=keep)
+                await self._stream(flight, arm, call, cause, since, keep=keep)
             else:
-                await self._whole(flight, arm, call, cause, keep=keep)
+                await self._whole(flight, arm, call, cause, since, keep=keep)
 
         return produce
 
@@ -164,6 +165,7 @@ class Fetcher:
         """Return what keeps a stream that broke off; None where none is kept."""
         if not call.asked.stream or not self._settings.streams.keep_partial or not self.may_be_kept(call.asked):
             return None
+        since = self._cache.last_removal(arm)
 
         async def settle(flight: Flight) -> None:
             body, head = flight.body, flight.head
@@ -184,7 +186,7 @@ class Fetcher:
                 partial_key(flight.key), body, self._clock(), meta=_stamped(_without_text(call.meta), head), form="sse",
                 complete=False, ttl=PARTIAL_SECONDS,
             )  # fmt: skip
-            await self._cache.put(arm, entry, now=entry.written_at)
+            await self._cache.put(arm, entry, now=entry.written_at, since=since)
 
         return settle
 
@@ -227,7 +229,7 @@ class Fetcher:
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
-    async def _whole(self, flight: Flight, arm: str, call: Call, cause: str, *, keep: bool) -> None:
+    async def _whole(self, flight: Flight, arm: str, call: Call, cause: str, since: int | None, *, keep: bool) -> None:
         embedding = self._embedding(call, keep=keep)
         try:
             answer = await self._upstream.call(PATHS[call.endpoint], call.body, call.headers)
@@ -238,12 +240,12 @@ class Fetcher:
         refusal = self._billed(arm, call, cause, answer, parsed, len(answer.body), interrupted=False)
         if refusal is None and keep:
             entry = self._entry(call, answer.body, "json", parsed, await _vector(embedding, call), flight.head, self._clock())
-            await self._keep(flight, arm, entry)
+            await self._keep(flight, arm, entry, since)
         if answer.body:
             await flight.append(answer.body)
         flight.finish(refusal is None)
 
-    async def _stream(self, flight: Flight, arm: str, call: Call, cause: str, *, keep: bool) -> None:
+    async def _stream(self, flight: Flight, arm: str, call: Call, cause: str, since: int | None, *, keep: bool) -> None:
         embedding = self._embedding(call, keep=keep)
         try:
             async with self._upstream.stream(PATHS[call.endpoint], call.body, call.headers) as (answer, chunks):
@@ -268,17 +270,17 @@ class Fetcher:
         refusal = self._billed(arm, call, cause, answer, parsed, size, interrupted=interrupted)
         if refusal is None and keep:
             entry = self._entry(call, body, form, parsed, await _vector(embedding, call), flight.head, self._clock())
-            await self._keep(flight, arm, entry)
+            await self._keep(flight, arm, entry, since)
         flight.finish(refusal is None)
 
-    async def _go_on(self, flight: Flight, arm: str, call: Call, partial: Entry, cause: str) -> None:
+    async def _go_on(self, flight: Flight, arm: str, call: Call, partial: Entry, cause: str, since: int | None) -> None:
         """What there is goes out at once; then the model says the rest."""
         flight.begin(_tagged(Head(200, "text/event-stream; charset=utf-8"), validators.tag_of(partial)))
         await flight.append(partial.body)
         continued = _continued(call, partial.body) if self._settings.streams.resume == "continue" else None
         if continued is None:
             flight.resume()
-            await self._stream(flight, arm, call, cause, keep=True)
+            await self._stream(flight, arm, call, cause, since, keep=True)
             if flight.entry is not None:
                 await self._forget(arm, partial.key)
             return
@@ -357,22 +359,22 @@ class Fetcher:
         store = self._cache.store
         return store.charged(entry) if store is not None else entry
 
-    async def _keep(self, flight: Flight, arm: str, entry: Entry) -> None:
-        """Store what a flight became, unless a flush came while it was under way."""
+    async def _keep(self, flight: Flight, arm: str, entry: Entry, since: int | None) -> None:
+        """Store what a flight became, unless a flush came while it was under way: after the removal that was known before."""
         if flight.outdated:
             return
         flight.entry = entry
         if self._cache.store is None:
-            await self._put(arm, entry)
+            await self._put(arm, entry, since)
             return
-        task = asyncio.create_task(self._put(arm, entry), name="store-answer")
+        task = asyncio.create_task(self._put(arm, entry, since), name="store-answer")
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
         await asyncio.wait({task}, timeout=STORE_SECONDS)
 
-    async def _put(self, arm: str, entry: Entry) -> None:
+    async def _put(self, arm: str, entry: Entry, since: int | None) -> None:
         try:
-            await self._cache.put(arm, entry, now=entry.written_at)
+            await self._cache.put(arm, entry, now=entry.written_at, since=since)
         except Exception:  # noqa: BLE001 - an answer that cannot be kept is given all the same
             _log.exception("an answer of arm %s could not be kept", arm)
 

@@ -7,7 +7,7 @@ says what it dropped. Expiry is a rule of :mod:`serving.policy`, made from the e
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -221,6 +221,10 @@ class TierUnavailable(RuntimeError):
     """The store behind a tier did not answer in time or refused."""
 
 
+class Outdated(RuntimeError):
+    """What was to be stored was asked for before a flush that covers it; the store has not taken it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """What another client of a shared tier did.
@@ -272,14 +276,30 @@ class SharedTier(Protocol):
         """:meth:`Tier.get`, and the number of the arm's last removal at that moment."""
         ...
 
-    async def put_numbered(self, arm: str, entry: Entry) -> tuple[int, int]:
-        """:meth:`Tier.put`, and the number of the arm's last removal at that moment."""
+    async def put_numbered(self, arm: str, entry: Entry, *, since: int | None = None) -> tuple[int, int]:
+        """:meth:`Tier.put`, and the number of the arm's last removal at that moment.
+
+        Args:
+            arm: The arm.
+            entry: The entry.
+            since: Number of one of the arm's removals that was known before the answer was asked for; None: it is stored in
+                any case.
+
+        Raises:
+            Outdated: If a flush later than ``since`` covers the entry, or may: nothing is stored, and what is there stays.
+        """
         ...
 
     async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:
         """Return (key, context, vector) of the most recently used entries that have a vector, among the newest ``limit``."""
         ...
 
-    async def outdate(self, arm: str) -> None:
-        """Tell other clients that what they have under way in the arm is outdated."""
+    async def outdate(self, arm: str, where: Mapping[str, str], *, told: bool = True) -> None:
+        """Begin a flush: refuse from now on what was asked for before and is covered by it. It counts as a removal.
+
+        Args:
+            arm: The arm.
+            where: What the flush chooses by (:func:`serving.tiers.labels.labels_where`).
+            told: Whether other clients are told that what they have under way in the arm is outdated.
+        """
         ...

@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ from serving.breaker import CircuitBreaker
 from serving.crypto import Sealer
 from serving.redis_url import shown
 from serving.tiers import redis_scripts as scripts
-from serving.tiers.base import KEY_BYTES, Change, Entry, OnEvict, TierStats, TierUnavailable
+from serving.tiers.base import KEY_BYTES, Change, Entry, OnEvict, Outdated, TierStats, TierUnavailable
 from serving.tiers.codec import Seal, overhead, pack, unpack, unpack_head, unpack_vector
+from serving.tiers.labels import labels_of, labels_where
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class RedisTier:
         self.url = shown(url)
         self.namespace = check_name("redis tier: namespace", namespace)
         self._sealer = sealer
+        self._secret = sealer.secret(b"labels") if sealer is not None else b""
         self._read_deadline = read_deadline
         self._write_deadline = write_deadline
         self._touch_interval = touch_interval
@@ -147,6 +149,7 @@ class RedisTier:
         self._resize = register(scripts.RESIZE)
         self._renew = register(scripts.RENEW)
         self._flush = register(scripts.FLUSH)
+        self._outdate = register(scripts.OUTDATE)
         self._renumber = register(scripts.RENUMBER)
         self._heads = register(scripts.HEADS)
         self._recent = register(scripts.RECENT)
@@ -280,14 +283,18 @@ class RedisTier:
         """
         return int(await self._run(self._flush, arm))
 
-    async def outdate(self, arm: str) -> None:
-        """Tell other clients that what they have under way in the arm is outdated.
+    async def outdate(self, arm: str, where: Mapping[str, str], *, told: bool = True) -> None:
+        """Begin a flush: refuse from now on what was asked for before and is covered by it. It counts as a removal.
+
+        Args:
+            arm: The arm.
+            where: What the flush chooses by (:func:`serving.tiers.labels.labels_where`).
+            told: Whether other clients are told that what they have under way in the arm is outdated.
 
         Raises:
             TierUnavailable: If Redis did not answer in time or refused.
         """
-        channel = f"cachepilot:{{{self.namespace}:{arm}}}:changes"
-        await self._call(lambda: self._redis.publish(channel, self._sender + b"OUTDATED"), self._write_deadline)
+        await self._run(self._outdate, arm, labels_where(where, self._secret), int(told))
 
     async def stats(self, arm: str) -> TierStats:
         """Return what the arm holds for all clients together; the evictions are those that this client's calls made.
@@ -347,16 +354,28 @@ class RedisTier:
                 stored, removals = await self._call(pipe.execute, self._read_deadline)
         return unpack(key, stored, self._seal(arm)) if stored is not None else None, int(removals or 0)
 
-    async def put_numbered(self, arm: str, entry: Entry) -> tuple[int, int]:
+    async def put_numbered(self, arm: str, entry: Entry, *, since: int | None = None) -> tuple[int, int]:
         """:meth:`put`, and the number of the arm's last removal at that moment.
 
+        Args:
+            arm: The arm.
+            entry: The entry.
+            since: Number of one of the arm's removals that was known before the answer was asked for; None: it is stored in
+                any case.
+
         Raises:
+            Outdated: If a flush later than ``since`` covers the entry, or may: nothing is stored, and what is there stays.
             TierUnavailable: If Redis did not answer in time or refused; the entry may have been stored all the same.
             ValueError: If the key does not have 32 bytes.
         """
         announcement = bytes([len(entry.context)]) + entry.context + entry.vector if entry.vector else b"\0"
         stored = pack(entry, self._seal(arm))
-        gone, removals = await self._run(self._put, arm, entry.key, stored, self._budgets.get(arm, 0), announcement)
+        labels = b"" if since is None else labels_of(entry, self._secret)
+        gone, removals, refused = await self._run(
+            self._put, arm, entry.key, stored, self._budgets.get(arm, 0), announcement, labels, "" if since is None else since
+        )
+        if refused:
+            raise Outdated(f"arm {arm!r}: an answer was asked for before a flush that covers it, and is not stored")
         return self._dropped(arm, gone), int(removals)
 
     async def changes(self) -> AsyncIterator[Change]:
@@ -411,7 +430,7 @@ class RedisTier:
     def _seal(self, arm: str) -> Seal | None:
         return Seal.of(self._sealer, self.namespace, arm)
 
-    async def _run(self, script: Any, arm: str, *args: bytes | int | float, deadline: float | None = None) -> Any:
+    async def _run(self, script: Any, arm: str, *args: bytes | int | float | str, deadline: float | None = None) -> Any:
         """Run a script on the arm, touches first."""
         touched = self._touches.pop(arm, {})
         channel = f"cachepilot:{{{self.namespace}:{arm}}}:changes"

@@ -4,7 +4,8 @@ An arm has three Redis keys, which live and expire together:
 
 * ``entries``, a HASH: entry key -> stored form; its length is what the entry is charged.
 * ``order``, a ZSET: entry key -> sequence number of its last use. A counter, not a clock: exact LRU whatever the clocks do.
-* ``state``, a HASH: ``budget``, ``bytes`` (charged now), ``seq`` (the counter) and ``removals``: the number of the last removal.
+* ``state``, a HASH: ``budget``, ``bytes`` (charged now), ``seq`` (the counter), ``removals``: the number of the last removal, and
+  the record of flushes: ``floor``, ``flushed``, ``flushes``.
 
 Every script first makes the keys touched since this client's last call the most recently used, in their order, and then acts: the
 eviction that follows sees them. ``bytes <= budget`` holds after every script: a shrink in several steps lowers the budget with
@@ -12,14 +13,23 @@ the bytes. Redis must drop none of the three keys by itself (``maxmemory-policy 
 
 What other clients may have to know is published on ``channel`` within the script: sender (8 bytes), a letter, a number (8 bytes),
 a payload. ``P``: key, when it was written (8 bytes), context length (1 byte), context, vector. ``E``: keys, one after another.
-``F``: nothing. ``O``, outside of scripts: neither number nor payload.
+``F``: nothing. ``O``: neither number nor payload.
 
 All that takes an entry away, or replaces it, is a removal. Those of an arm are numbered one after another, so that whoever kept
 copies knows by one number whether any was missed. The first number is a time, microseconds: one that Redis gave before it lost
 its data does not come again. The number of a message that removes nothing is 0. Numbers are float64, little-endian.
+
+A flush refuses what was asked for before it and comes after it: a put says which removal its client knew of before it asked
+(``since``). ``flushes`` has, for each of the last :data:`MOST_FLUSHES` flushes by what entries are, its number (8 bytes), the
+number of its labels (1 byte) and the labels (:mod:`serving.tiers.labels`); ``flushed`` is the last one's number. What is older
+than ``floor`` is refused whatever it is: the last flush of everything, the last one that has left the record, or the first number
+of all, before which there was a Redis of whose flushes nothing is known. Versions before this one leave the three as they are.
 """
 
 from __future__ import annotations
+
+MOST_FLUSHES = 64
+"""Flushes by what entries are that an arm's record has; some 60 bytes each at most."""
 
 # Common arguments: idle seconds, sender, channel, number of touches n, n keys; then the operation's own, from ARGV[a + 1].
 _PRELUDE = """
@@ -33,10 +43,14 @@ for i = 5, a do
   seq = seq + 1
   redis.call('ZADD', order, 'XX', seq, ARGV[i])
 end
+local function forget_before(number)
+  redis.call('HSET', state, 'floor', string.format('%.0f', number))
+end
 local function begin()
   if removals == 0 then
     local time = redis.call('TIME')
     removals = tonumber(time[1]) * 1000000 + tonumber(time[2])
+    forget_before(removals)
   end
 end
 local function save()
@@ -102,17 +116,40 @@ return {stored, removals}
 """
 )
 
-# key, stored form, the budget if Redis has none (it lost its data), announcement -> evicted keys, number of the last removal
+# key, stored form, the budget if Redis has none (it lost its data), announcement, labels, number of a removal that was known
+# before the answer was asked for, or nothing -> evicted keys, number of the last removal, whether it is refused
 PUT = (
     _PRELUDE
     + """
-local key, stored, announcement = ARGV[a + 1], ARGV[a + 2], ARGV[a + 4]
+local key, stored, announcement, labels, since = ARGV[a + 1], ARGV[a + 2], ARGV[a + 4], ARGV[a + 5], tonumber(ARGV[a + 6])
+local function outdated()
+  local floor, flushed = unpack(redis.call('HMGET', state, 'floor', 'flushed'))
+  if since < tonumber(floor or '0') or since > removals then return true end
+  if since >= tonumber(flushed or '0') then return false end
+  local has = {}
+  for i = 1, #labels, 8 do has[string.sub(labels, i, i + 7)] = true end
+  local flushes = redis.call('HGET', state, 'flushes') or ''
+  local at = 1
+  while at <= #flushes do
+    local last = at + 8 + 8 * string.byte(flushes, at + 8)
+    local covered = struct.unpack('<d', flushes, at) > since
+    for i = at + 9, last, 8 do covered = covered and has[string.sub(flushes, i, i + 7)] end
+    if covered then return true end
+    at = last + 1
+  end
+  return false
+end
+begin()
 local budget = redis.call('HGET', state, 'budget')
 if not budget then
   budget = ARGV[a + 3]
   redis.call('HSET', state, 'budget', budget)
 end
 budget = tonumber(budget)
+if since and outdated() then
+  save()
+  return {{}, removals, 1}
+end
 local old = drop(key)
 local gone = {}
 if #stored <= budget then
@@ -131,7 +168,7 @@ elseif old > 0 then
 end
 tell_gone(gone)
 save()
-return {gone, removals}
+return {gone, removals, 0}
 """
 )
 
@@ -188,8 +225,35 @@ local count = redis.call('HLEN', entries)
 redis.call('UNLINK', entries, order)
 bytes = 0
 tell('F', '')
+forget_before(removals)
+redis.call('HDEL', state, 'flushed', 'flushes')
 save()
 return count
+"""
+)
+
+# labels of a flush, whether others are told that what is under way is outdated -> number of the removal that it counts as. To
+# those who count, also of earlier versions, it is an eviction of nothing.
+OUTDATE = (
+    _PRELUDE
+    + f"""
+local labels, told, most = ARGV[a + 1], ARGV[a + 2], {MOST_FLUSHES}
+if told == '1' then redis.call('PUBLISH', channel, sender .. 'OUTDATED') end
+tell('E', '')
+local flushes = redis.call('HGET', state, 'flushes') or ''
+flushes = flushes .. struct.pack('<d', removals) .. string.char(#labels / 8) .. labels
+local count, at = 0, 1
+while at <= #flushes do
+  count = count + 1
+  at = at + 9 + 8 * string.byte(flushes, at + 8)
+end
+if count > most then
+  forget_before(struct.unpack('<d', flushes, 1))
+  flushes = string.sub(flushes, 10 + 8 * string.byte(flushes, 9))
+end
+redis.call('HSET', state, 'flushed', string.format('%.0f', removals), 'flushes', flushes)
+save()
+return removals
 """
 )
 
@@ -201,6 +265,7 @@ local last = removals
 removals = 0
 begin()
 removals = math.max(last, removals)
+forget_before(removals)
 save()
 return removals
 """

@@ -54,13 +54,13 @@ class Store(MemoryTier):
     async def get_numbered(self, arm: str, key: bytes, *, touch: bool = True) -> tuple[Entry | None, int]:
         return self.get_now(arm, key, touch=touch), 1
 
-    async def put_numbered(self, arm: str, entry: Entry) -> tuple[int, int]:
+    async def put_numbered(self, arm: str, entry: Entry, *, since: int | None = None) -> tuple[int, int]:
         return self.put_now(arm, entry), 1
 
     async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:
         return []
 
-    async def outdate(self, arm: str) -> None:
+    async def outdate(self, arm: str, where: Mapping[str, str], *, told: bool = True) -> None:
         pass
 
 

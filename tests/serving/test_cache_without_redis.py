@@ -74,6 +74,7 @@ async def test_memory_goes_on_through_a_restart_and_redis_fills_again(tmp_path: 
     with RedisServer(tmp_path) as server:
         cache = replica(server.url, namespace)
         await cache.apply({"a": Knobs(10_000, 100.0)})
+        await cache.following()
         await cache.put("a", entry(1), now=0.0)
     assert (await cache.lookup("a", request(1), now=1.0)).tier == "memory"
     assert (await cache.lookup("a", request(2), now=1.0)).outcome == "miss"
