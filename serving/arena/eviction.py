@@ -26,7 +26,6 @@ from serving.arena.layout import (
     P_EVICTED,
     P_INDEX,
     P_KEYS,
-    P_UNITS,
     R_KEY,
     R_LINKS,
     R_SLOT,
@@ -40,7 +39,7 @@ from serving.arena.layout import (
     slot_at,
     slot_units,
 )
-from serving.arena.reader import bucket_word, points_inside
+from serving.arena.reader import bucket_word, has_memory, points_inside
 from serving.arena.space import release
 from serving.compiled import compiled
 
@@ -54,7 +53,7 @@ def arm_word(arm: int) -> int:
 @compiled("int64(int64[::1], int64[::1], int64)", allocates=False)
 def slot_of(words: Words, private: Words, at: int) -> int:
     """Return the word of the slot that points to the record at that unit; CORRUPT if none does."""
-    if at <= private[P_INDEX] or at + 2 > private[P_UNITS]:
+    if at <= private[P_INDEX] or not has_memory(words, private, at + 2):
         return CORRUPT
     position = words[at * UNIT_WORDS + R_SLOT]
     bucket, number = position >> 3, position & 7
@@ -62,7 +61,7 @@ def slot_of(words: Words, private: Words, at: int) -> int:
         return CORRUPT
     word: int = bucket_word(private, bucket) + number
     slot = words[word]
-    if slot == 0 or slot_at(slot) != at or not points_inside(private, slot):
+    if slot == 0 or slot_at(slot) != at or not points_inside(words, private, slot):
         return CORRUPT
     return word
 
@@ -70,7 +69,7 @@ def slot_of(words: Words, private: Words, at: int) -> int:
 @compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
 def is_record(words: Words, private: Words, at: int) -> bool:
     """Whether a record that is in the index begins at that unit."""
-    return bool(private[P_INDEX] < at and at + 2 <= private[P_UNITS] and slot_of(words, private, at) > 0)
+    return bool(private[P_INDEX] < at and has_memory(words, private, at + 2) and slot_of(words, private, at) > 0)
 
 
 @compiled("boolean(int64[::1], int64[::1], int64, int64)", allocates=False)
@@ -119,7 +118,7 @@ def dequeue(words: Words, private: Words, arm: int, at: int) -> bool:
 def detach(words: Words, private: Words, word: int) -> bool:
     """Take the record of the slot at that word out of queue and accounts; readers still find it."""
     slot = load(words, word)
-    if not points_inside(private, slot):
+    if not points_inside(words, private, slot):
         return False
     at = slot_at(slot)
     record = at * UNIT_WORDS
@@ -136,7 +135,7 @@ def detach(words: Words, private: Words, word: int) -> bool:
 def withdraw(words: Words, private: Words, word: int) -> int:
     """Empty the slot at that word and give its record's room back; 0, or CORRUPT."""
     slot = load(words, word)
-    if not points_inside(private, slot):
+    if not points_inside(words, private, slot):
         return CORRUPT
     at = slot_at(slot)
     record = at * UNIT_WORDS
@@ -167,7 +166,7 @@ def remove(words: Words, private: Words, word: int) -> int:
 def evict_slot(words: Words, private: Words, word: int) -> int:
     """Remove the entry of the slot at that word for want of room and report its key; 0, or CORRUPT."""
     slot = load(words, word)
-    if not points_inside(private, slot):
+    if not points_inside(words, private, slot):
         return CORRUPT
     record = slot_at(slot) * UNIT_WORDS
     count = private[P_EVICTED]

@@ -67,7 +67,7 @@ LARGEST_UNITS = (1 << 20) - 1
 LARGEST_FILE = (1 << 32) * UNIT
 
 # Words of the array that a client hands to the compiled functions beside the arena: where things are, what is asked, what came.
-P_BUCKETS, P_INDEX, P_UNITS, P_EDGES, P_VALUES, P_EPOCH, P_LIMIT = range(7)
+P_BUCKETS, P_INDEX, P_UNITS, P_EDGES, P_VALUES, P_EPOCH, P_LIMIT, P_RESERVED = range(8)
 P_KEY = 8
 P_EVICTED, P_OLD, P_FOUND, P_SLOT = 12, 13, 14, 15
 P_KEYS = 16

@@ -10,6 +10,7 @@ from __future__ import annotations
 from serving.arena.atomic import fence, load, set_bits
 from serving.arena.layout import (
     BUCKET_UNITS,
+    H_RESERVED,
     KEY_WORDS,
     KEYS,
     MISS,
@@ -20,6 +21,7 @@ from serving.arena.layout import (
     P_KEY,
     P_KEYS,
     P_RECORD,
+    P_RESERVED,
     P_SLOT,
     P_UNITS,
     R_KEY,
@@ -66,10 +68,27 @@ def overflowed(state: int) -> int:
 
 
 @compiled("boolean(int64[::1], int64)", allocates=False)
-def points_inside(private: Words, slot: int) -> bool:
-    """Whether the slot points to where a record can be."""
+def inside_file(private: Words, slot: int) -> bool:
+    """Whether the slot points to where the file is large enough for a record."""
     at, units = slot_at(slot), slot_units(slot)
     return bool(units >= 2 and at > private[P_INDEX] and at + units <= private[P_UNITS])
+
+
+@compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
+def has_memory(words: Words, private: Words, end: int) -> bool:
+    """Whether the file has memory up to that unit: to touch what has none ends the process where there is none left.
+
+    It never has less than it had, so that the header, where others write, is looked into for news alone.
+    """
+    if end > private[P_RESERVED]:
+        private[P_RESERVED] = min(load(words, H_RESERVED), private[P_UNITS])
+    return bool(end <= private[P_RESERVED])
+
+
+@compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
+def points_inside(words: Words, private: Words, slot: int) -> bool:
+    """Whether the slot points to where a record can be."""
+    return bool(inside_file(private, slot) and has_memory(words, private, slot_at(slot) + slot_units(slot)))
 
 
 @compiled("int64(int64[::1], int64[::1], int64, int64)", allocates=False)
@@ -117,7 +136,7 @@ def candidate(words: Words, private: Words, value: int, after: int) -> int:
     while True:
         while number <= SLOTS:
             slot = load(words, base + number)
-            if slot != 0 and slot_tag(slot) == tag and points_inside(private, slot):
+            if slot != 0 and slot_tag(slot) == tag and points_inside(words, private, slot):
                 private[P_SLOT] = slot
                 return base + number
             number += 1
@@ -191,7 +210,7 @@ def collect(words: Words, private: Words, arm: int, bucket: int) -> int:
         base = bucket_word(private, bucket)
         for number in range(1, SLOTS + 1):
             slot = load(words, base + number)
-            if slot == 0 or not points_inside(private, slot):
+            if slot == 0 or not points_inside(words, private, slot):
                 continue
             record = slot_at(slot) * UNIT_WORDS
             if record_arm(words, record) == arm:

@@ -44,7 +44,7 @@ from serving.arena.layout import (
     slot_tag,
     slot_units,
 )
-from serving.arena.reader import bucket_word, points_inside
+from serving.arena.reader import bucket_word, has_memory, points_inside
 from serving.arena.space import put_block
 from serving.compiled import compiled
 
@@ -52,14 +52,11 @@ from serving.compiled import compiled
 @compiled("boolean(int64[::1], int64[::1], int64, int64, int64)", allocates=False)
 def _belongs(words: Words, private: Words, slot: int, bucket: int, number: int) -> bool:
     """Whether the slot points to a record that is its own, by all but the checksum, which every reader looks at itself."""
-    if not points_inside(private, slot):
+    if not points_inside(words, private, slot):
         return False
     at, units = slot_at(slot), slot_units(slot)
     behind = bucket_word(private, bucket) // UNIT_WORDS + 1
-    if at < private[P_VALUES]:
-        if at != behind:
-            return False
-    elif at + units > words[H_RESERVED]:
+    if at < private[P_VALUES] and at != behind:
         return False
     record = at * UNIT_WORDS
     arm = record_arm(words, record)
@@ -222,7 +219,7 @@ def _relink(words: Words, private: Words, starts: Words, lengths: Words, order: 
         place = arm_word((length >> 32) & 0xFF)
         newest = words[place + A_NEWEST]
         words[at * UNIT_WORDS + R_LINKS] = newest
-        if newest < 1 or newest + 2 > private[P_UNITS]:
+        if newest < 1 or not has_memory(words, private, newest + 2):
             words[place + A_OLDEST] = at
         else:
             words[newest * UNIT_WORDS + R_LINKS] |= at << 32

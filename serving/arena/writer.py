@@ -31,7 +31,6 @@ from serving.arena.layout import (
     P_PAYLOAD,
     P_RECORD,
     P_SLOT,
-    P_UNITS,
     R_KEY,
     R_LENGTH,
     R_LINKS,
@@ -53,7 +52,7 @@ from serving.arena.layout import (
     slot_units,
     slot_word,
 )
-from serving.arena.reader import bucket_word, locate, points_inside
+from serving.arena.reader import bucket_word, has_memory, locate, points_inside
 from serving.arena.space import GROW, allocate, release
 from serving.compiled import compiled
 
@@ -95,7 +94,7 @@ def _free_slot(words: Words, private: Words, value: int) -> int:
         if (load(words, base) >> number) & 1 == 0:
             chosen = base + number
             break
-    if not points_inside(private, words[chosen]) or evict_slot(words, private, chosen) != 0:
+    if not points_inside(words, private, words[chosen]) or evict_slot(words, private, chosen) != 0:
         return CORRUPT
     return chosen
 
@@ -251,7 +250,7 @@ def flush(words: Words, private: Words, arm: int) -> int:
     count = words[place + A_ENTRIES]
     for _ in range(count):
         at = words[place + A_OLDEST]
-        if at <= private[P_INDEX] or at + 2 > private[P_UNITS]:
+        if at <= private[P_INDEX] or not has_memory(words, private, at + 2):
             return CORRUPT
         word = slot_of(words, private, at)
         if word < 0 or record_arm(words, at * UNIT_WORDS) != arm or remove(words, private, word) != 0:
@@ -270,7 +269,7 @@ def renew(words: Words, private: Words, arm: int, value: int) -> bool:
     if word == 0:
         return False
     slot = load(words, word)
-    if not points_inside(private, slot):
+    if not points_inside(words, private, slot):
         return False
     record = slot_at(slot) * UNIT_WORDS
     count = R_PAYLOAD + (record_length(private, P_RECORD) + 7) // 8
@@ -300,7 +299,7 @@ def revoke(words: Words, private: Words, arm: int, everything: bool) -> int:
             base = bucket_word(private, bucket)
             for number in range(1, SLOTS + 1):
                 slot = load(words, base + number)
-                if slot == 0 or not points_inside(private, slot) or record_arm(words, slot_at(slot) * UNIT_WORDS) != arm:
+                if slot == 0 or not points_inside(words, private, slot) or record_arm(words, slot_at(slot) * UNIT_WORDS) != arm:
                     continue
                 if replace(words, base + number, slot, 0):
                     count += 1

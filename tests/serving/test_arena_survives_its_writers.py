@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.arena.layout import H_FREE, H_OWNER, H_RESERVED, H_TOP, P_VALUES, R_VERSION, UNIT_WORDS, slot_at
+from serving.arena.eviction import arm_word
+from serving.arena.layout import (
+    A_OLDEST,
+    H_FREE,
+    H_OWNER,
+    H_RESERVED,
+    H_TOP,
+    P_VALUES,
+    R_VERSION,
+    UNIT_WORDS,
+    slot_at,
+    slot_tag,
+    slot_units,
+    slot_word,
+)
 from serving.arena.reader import locate
 from serving.tiers.arena import ArenaTier
 from serving.tiers.base import Entry
@@ -259,6 +274,40 @@ def test_rubbish_anywhere_but_in_the_header_costs_entries_never_a_wrong_answer_o
     tier.flush_now(ARM)
     assert (tier.stats_now(ARM).entries, tier.stats_now(ARM).bytes) == (0, 0)
     assert tier.mapping.words[H_TOP] == tier._private[P_VALUES], "and then all of it is free"
+
+
+def test_damage_that_points_to_where_the_file_has_no_memory_touches_none_of_it(tmp_path: Path) -> None:
+    """To touch what has none ends the process, where the file system has none left."""
+    room = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    with tempfile.TemporaryDirectory(dir=room) as folder:
+        tier = ArenaTier(Path(folder) / "arena", 64 * MIB)
+        tier.resize_now(ARM, 32 * MIB)
+        for number in range(KEYS):
+            tier.put_now(ARM, answer(number, 1, 500))
+        words, reserved = tier.mapping.words, int(tier.mapping.words[H_RESERVED])
+        held = os.fstat(tier.mapping.descriptor).st_blocks
+        assert reserved < tier.mapping.geometry.units - 10_000
+        places = itertools.count(reserved + 100, 1000)
+        for number in range(KEYS):
+            tier._key[:] = key(number)
+            word = locate(words, tier._private, 0)
+            slot = int(words[word])
+            at = next(places) % (tier.mapping.geometry.units - 1000 - reserved) + reserved
+            if slot_at(slot) >= tier.mapping.geometry.values:
+                words[word] = slot_word(slot_tag(slot), slot_units(slot), at)
+        words[H_FREE : H_FREE + 256] = reserved + 5000
+        words[arm_word(0) + A_OLDEST] = reserved + 64
+        for number in range(KEYS):
+            assert tier.get_now(ARM, key(number)) in (None, answer(number, 1, 500))
+            tier.renew_now(ARM, key(number), 5.0)
+            tier.delete_now(ARM, key(number))
+        tier.put_now(ARM, answer(1, 2, 500))
+        tier.flush_now(ARM)
+        words[H_OWNER] = 12345
+        tier.put_now(ARM, answer(1, 3, 500))
+        assert tier.get_now(ARM, key(1)) == answer(1, 3, 500)
+        assert (int(words[H_RESERVED]), os.fstat(tier.mapping.descriptor).st_blocks) == (reserved, held)
+        tier.close_now()
 
 
 def _write_without_lock(connection: Connection, path: str, seed: int) -> None:
