@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import psutil
 import yaml
 
+from serving import run_folders
 from serving.ports import free_port
 from serving.settings import GatewaySettings
 
@@ -46,11 +47,18 @@ if TYPE_CHECKING:
 
 APPLICATION = "cachepilot"
 SHARED_MEMORY = Path("/dev/shm")
+LOG_BYTES = 8 << 20
+"""Bytes of a log after which a new one is begun; one older one is kept beside it."""
+
 _TEMPORARY = "cachepilot-of-{pid}-{rest}"
 DEPLOYMENT = "gateway"
 SERVICE_DISCOVERY = "prom_metrics_service_discovery.json"
 _LONGEST_TEMPORARY = 12
 """Characters of a temporary folder's path that leave room for the sockets of Ray and HAProxy in it."""
+
+_CRASH_BYTES = 256 << 10
+_RAYS_MARKS = (b":job_id:", b":actor_name:", b":task_name:")
+"""By which Ray tells whose the lines of such a file are."""
 
 _HAPROXY = """#!/bin/sh
 # Ray Serve's HAProxy configuration listens on every interface with its statistics and metrics: keep them on loopback.
@@ -174,7 +182,7 @@ class Running:
         service_discovery: Prometheus' file-based service discovery, written by Ray's dashboard; None without the dashboard.
         metrics_targets: Gives the URLs where Ray's nodes export metrics.
         shutdown: Ends it before its context does; may be called twice.
-        logs: Folder of the replicas' logs, one file each; gone when the gateway has ended.
+        logs: Folder of the replicas' logs, one file each; gone when the gateway has ended, unless :func:`start` was given it.
     """
 
     url: str
@@ -195,6 +203,7 @@ def start(
     deadline: float = 60.0,
     replica: type[GatewayReplica] = GatewayReplica,
     keep_memory: bool = False,
+    logs: Path | None = None,
 ) -> Iterator[Running]:
     """Start Ray, Ray Serve and the gateway on this machine, and end them all on leaving.
 
@@ -209,6 +218,7 @@ def start(
         deadline: Seconds to wait for the first answer.
         replica: What the replicas are, for tests that look into them.
         keep_memory: Whether an arena without a path of its own outlives the gateway: worth it where Redis does too.
+        logs: Folder for the logs of replicas, controller and proxy, which stay there; None: one that goes with the gateway.
 
     Raises:
         PortInUse: If the port is taken.
@@ -218,8 +228,7 @@ def start(
     host, port = settings.host, _claim_port(settings.host, settings.port, "gateway.port")
     metrics_port = _claim_port("0.0.0.0", settings.metrics_port, "gateway.metrics_port")
     with contextlib.ExitStack() as stack:
-        scratch = Path(tempfile.mkdtemp(prefix="cp-", dir=_short_temporary()))
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch = stack.enter_context(run_folders.temporary("cp-", Path(_short_temporary())))
         if settings.memory.shared and settings.memory.path is None and not keep_memory:
             memory = settings.memory.model_copy(update={"path": stack.enter_context(_temporary_arena(scratch))})
             settings = settings.model_copy(update={"memory": memory})
@@ -234,6 +243,9 @@ def start(
                 "Ray runs already in this process: call ray.shutdown() first,"
                 " or deploy to that cluster with `serve run serving.app:build`"
             )
+        session_logs = scratch / "ray" / "session_latest" / "logs"
+        if logs is not None:
+            stack.callback(_keep_what_crashed, session_logs, logs)
         stack.callback(ray.shutdown)
         with _ray_in_words():
             ray.init(
@@ -248,12 +260,13 @@ def start(
                 _system_config={"metrics_report_interval_ms": int(metrics_interval * 1000)},
             )
         stack.callback(_shutdown_serve)
-        serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
+        logging_config = {"log_level": "WARNING", **({} if logs is None else {"logs_dir": str(logs)})}
+        serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
         serve.run(
             application(settings, replica),
             name=APPLICATION,
             route_prefix="/",
-            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+            logging_config={**logging_config, "enable_access_log": False},
         )
         url = f"http://{host}:{port}"
         _wait_for(url, deadline)
@@ -265,7 +278,7 @@ def start(
             scratch / "ray" / SERVICE_DISCOVERY if dashboard else None,
             _metrics_targets,
             closing.close,
-            scratch / "ray" / "session_latest" / "logs" / "serve",
+            logs if logs is not None else session_logs / "serve",
         )
 
 
@@ -275,6 +288,16 @@ def _ray_in_words() -> Iterator[None]:
         yield
     except Exception as error:  # Ray raises no narrower one when its processes do not come up in time
         raise GatewayNotStarted(f"Ray did not start on this machine: {error} {_BUSY}") from error
+
+
+def _keep_what_crashed(session_logs: Path, logs: Path) -> None:
+    """Keep the end of what a process wrote to stderr by itself: what a crash in compiled code leaves, which is in no log."""
+    for path in session_logs.glob("worker-*.err"):
+        with contextlib.suppress(OSError):
+            lines = path.read_bytes()[-_CRASH_BYTES:].splitlines(keepends=True)
+            said = b"".join(line for line in lines if not line.startswith(_RAYS_MARKS))
+            if said:
+                (logs / f"stderr_{path.stem.rpartition('-')[2]}.log").write_bytes(said)
 
 
 @contextlib.contextmanager
@@ -341,6 +364,9 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         # Nothing here blocks the event loop, and a second thread per replica costs a hand-over per message.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Of each log, Ray's own among them. Its default is 512 MiB, and five older ones.
+        "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES),
+        "RAY_ROTATION_BACKUP_COUNT": "1",
         "RAY_EXPORT_COUNTER_AS_GAUGE": "0",
     }
     binary = _haproxy_binary() if haproxy else None

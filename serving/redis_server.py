@@ -12,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import redis
 
+from serving import run_folders
 from serving.ports import free_port
 
 START_SECONDS = 15.0
@@ -69,7 +71,8 @@ class RedisServer:
     On Linux it ends with the *thread* that entered the context: enter it from one that lives as long as the server should.
 
     Args:
-        directory: Where its socket and log go; None: a temporary directory, removed at the end.
+        directory: Where its socket and log go; None: a temporary directory, removed at the end,
+            or with the next server's where the owner is killed.
         binary: Path of the server; None: :func:`find_redis_server`.
         tcp: Listen on a free loopback port instead of a Unix socket.
         port: Listen on this loopback port instead (implies ``tcp``); 0: any free one.
@@ -88,7 +91,7 @@ class RedisServer:
         self._binary = binary
         self._tcp = tcp or port != 0
         self._port = port
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
         self._log = Path()
         self.url = ""
@@ -101,8 +104,7 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         binary = self._binary or find_redis_server()
         if self._given is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="cachepilot-redis-")
-            directory = Path(self._temporary.name)
+            directory = self._temporary.enter_context(run_folders.temporary("cachepilot-redis-", Path(tempfile.gettempdir())))
         else:
             directory = self._given
             directory.mkdir(parents=True, exist_ok=True)
@@ -172,6 +174,4 @@ class RedisServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        temporary, self._temporary = self._temporary, None
-        if temporary is not None:
-            temporary.cleanup()
+        self._temporary.close()

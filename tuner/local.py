@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from serving.redis_url import address
+from serving.run_folders import owned, remove_unheld
 from serving.settings import GatewaySettings
+from tuner.errors import CommandError
 
 
 def run_directory(namespace: str) -> Path:
     """Return the folder of a namespace's sockets on this machine, of this user alone; not made yet."""
     root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(root) / f"cachepilot-{os.getuid()}" / namespace
+
+
+@contextlib.contextmanager
+def own_run_directory(namespace: str) -> Iterator[Path]:
+    """Make a namespace's folder, which goes with the context; those that killed processes have left go first.
+
+    Raises:
+        CommandError: If the folder above it belongs to somebody else or may be written to by others, who would be the Redis.
+        serving.run_folders.FolderHeld: If another process has the namespace.
+    """
+    folder = run_directory(namespace)
+    root = folder.parent
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise CommandError(
+            f"{root}: expected a folder that this user alone may write to, for the sockets of cachepilot serve; "
+            "remove it, or set XDG_RUNTIME_DIR to another place"
+        )
+    for left in root.iterdir():
+        remove_unheld(left)
+    try:
+        with owned(folder):
+            yield folder
+    finally:
+        with contextlib.suppress(OSError):  # others have theirs in it
+            root.rmdir()
 
 
 def redis_url(settings: GatewaySettings) -> str:

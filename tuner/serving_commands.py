@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,12 +18,14 @@ from typing import TextIO, cast
 import redis
 
 from experiments.soak.stack import environment
-from serving.app import start
+from serving.app import GatewayNotStarted, start
 from serving.redis_server import RedisServer
 from serving.redis_url import shown
+from serving.run_folders import FolderHeld
 from tuner.config import Settings
 from tuner.errors import CommandError
-from tuner.local import redis_url, run_directory
+from tuner.kept_logs import RUNS, kept_logs, logs_root
+from tuner.local import own_run_directory, redis_url
 
 
 def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say: Callable[[str], None]) -> None:
@@ -57,14 +60,21 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
             stack.callback(signal.signal, number, signal.getsignal(number))
         listen()
         stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _Hushed(stdout, over))))
+        logs = stack.enter_context(kept_logs(gateway.namespace))
+        if logs is not None:
+            say(f"logs: {logs}/replica_*.log; those of the last {RUNS} runs are kept")
         if gateway.redis_url is None:
-            if redis_answers(url):
+            try:
+                if redis_answers(url):
+                    raise FolderHeld
+                directory = stack.enter_context(own_run_directory(gateway.namespace))
+            except FolderHeld:
                 raise CommandError(
                     f"serve: another gateway with an embedded Redis runs in namespace {gateway.namespace!r} ({url}): "
                     "end it, choose another gateway.namespace, or name a shared gateway.redis_url"
-                )
-            directory = run_directory(gateway.namespace)
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                ) from None
+            if logs is not None:
+                stack.callback(_keep_log, directory / "redis.log", logs)
             url = stack.enter_context(RedisServer(directory)).url
             say(f"redis: embedded, {url}")
         else:
@@ -74,16 +84,21 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         # Of its own accord Ray answers SIGTERM with a dump of its stack, and ends at once with everything still running.
         stack.enter_context(environment("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1"))
         try:
-            running = stack.enter_context(start(gateway.model_copy(update=changed), dashboard=dashboard))
+            running = stack.enter_context(start(gateway.model_copy(update=changed), dashboard=dashboard, logs=logs))
         except SystemExit:  # what Ray makes of SIGTERM while it starts
             over.set()
+        except GatewayNotStarted as error:
+            if logs is not None and any(log.stat().st_size for log in logs.glob("*.log")):
+                raise GatewayNotStarted(f"{error}. What its parts said is in {logs}") from error
+            raise
         listen()  # Ray has set a handler of its own for SIGTERM
         if over.is_set():
             tell("ended before the gateway was up")
             return
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
         say(f"metrics: {', '.join(running.metrics_targets())}")
-        say(f"logs: {running.logs}/replica_*.log, until it ends")
+        if logs is None:
+            say(f"logs: {running.logs}/replica_*.log, until it ends, since {logs_root()} cannot be written to")
         if _memory(running.url) == "refused":
             say("memory: the arena cannot be used, so each replica has memory of its own; the log says why")
         if running.service_discovery is not None:
@@ -91,6 +106,13 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         say("Ctrl-C ends it")
         over.wait()
         tell("ending")
+
+
+def _keep_log(log: Path, folder: Path) -> None:
+    """Keep Redis' log beside those of replicas, if there are any."""
+    with contextlib.suppress(OSError):
+        if any(folder.glob("*.log")):
+            shutil.copyfile(log, folder / log.name)
 
 
 def _memory(url: str) -> str | None:

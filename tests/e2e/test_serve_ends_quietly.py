@@ -11,8 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tuner.local import run_directory
 
 pytestmark = pytest.mark.e2e
 MARK = "SERVE_TEST_RUN"
@@ -37,7 +40,11 @@ def marked(mark: str) -> list[str]:
 def serve(tmp_path: Path) -> Iterator[Serve]:
     mark = uuid.uuid4().hex
     settings = tmp_path / "settings.yaml"
-    settings.write_text(json.dumps({"gateway": {"namespace": f"quiet-{mark[:8]}", "port": 0, "metrics_port": 0}}))
+    planted = tmp_path / "planted"
+    planted.write_text("no arena")
+    planted.chmod(0o600)
+    gateway: dict[str, Any] = {"namespace": f"quiet-{mark[:8]}", "port": 0, "metrics_port": 0, "memory": {"path": str(planted)}}
+    settings.write_text(json.dumps({"gateway": gateway}))
     runs: list[subprocess.Popen[str]] = []
 
     def go() -> subprocess.Popen[str]:
@@ -47,7 +54,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, MARK: mark},
+                env={**os.environ, MARK: mark, "XDG_STATE_HOME": str(tmp_path / "state")},
                 start_new_session=True,  # its own process group, as a terminal gives it
             )
         )
@@ -63,6 +70,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         while (left := marked(mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left == []
+    assert not run_directory(gateway["namespace"]).exists()
 
 
 def ended(run: subprocess.Popen[str], *, after: str, end: Callable[[], None]) -> tuple[int, list[str], str]:
@@ -78,9 +86,11 @@ def ended(run: subprocess.Popen[str], *, after: str, end: Callable[[], None]) ->
     return run.returncode, printed.splitlines(), complained
 
 
-def test_a_gateway_that_is_ended_ends_in_order_and_says_nothing_but_that(serve: Serve) -> None:
+def test_a_gateway_that_is_ended_ends_in_order_says_nothing_but_that_and_leaves_its_logs(serve: Serve, tmp_path: Path) -> None:
     run = serve()
     assert ended(run, after="Ctrl-C ends it", end=run.terminate) == (0, ["ending"], "")
+    (log,) = (tmp_path / "state" / "cachepilot" / "logs").glob("quiet-*/replica_*.log")
+    assert [line for line in log.read_text().splitlines() if "WARNING" in line and f"arena {tmp_path}/planted" in line]
 
 
 def test_a_gateway_that_is_ended_while_it_starts_ends_as_well(serve: Serve) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import pytest
 from serving.app import GatewayNotStarted, Running
 from tuner import cli, serving_commands
 from tuner.config import Settings
-from tuner.local import run_directory
 
 
 class Told(Exception):
@@ -25,10 +23,9 @@ class Told(Exception):
 
 
 @pytest.fixture
-def namespace() -> Iterator[str]:
-    name = f"serve-{uuid.uuid4().hex[:8]}"
-    yield name
-    shutil.rmtree(run_directory(name), ignore_errors=True)
+def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return f"serve-{uuid.uuid4().hex[:8]}"
 
 
 @contextlib.contextmanager
@@ -88,3 +85,45 @@ def test_a_ray_that_does_not_start_is_a_message_and_an_exit_code(
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "error: Ray did not start on this machine: it timed out" in " ".join(said.split())
+
+
+def test_what_the_parts_said_is_pointed_to_where_the_gateway_does_not_start(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def fails(*_: object, logs: Path, **__: object) -> None:
+        (logs / "replica_a.log").write_text("ERROR it cannot\n")
+        raise GatewayNotStarted("the gateway did not become ready")
+
+    monkeypatch.setattr(serving_commands, "start", fails)
+    settings = Settings.model_validate({"gateway": {"namespace": namespace}})
+    with pytest.raises(GatewayNotStarted, match=r"did not become ready\. What its parts said is in ") as ended:
+        serving_commands.serve_gateway(settings, port=None, dashboard=False, say=said.append)
+    folder = Path(str(ended.value).rpartition(" is in ")[2])
+    assert folder.parent == tmp_path / "state" / "cachepilot" / "logs"
+    assert said[0] == f"logs: {folder}/replica_*.log; those of the last 20 runs are kept"
+    assert sorted(log.name for log in folder.glob("*.log")) == ["redis.log", "replica_a.log"]
+
+
+def test_without_a_place_for_logs_the_folder_of_ray_is_named(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        if text.startswith("Ctrl-C"):
+            raise Told
+
+    with ready("own") as url:
+        running = Running(url, 1, None, lambda: [], lambda: None, tmp_path / "ray")
+        monkeypatch.setattr(serving_commands, "start", lambda *_, **__: contextlib.nullcontext(running))
+        settings = Settings.model_validate({"gateway": {"namespace": namespace}})
+        with pytest.raises(Told):
+            serving_commands.serve_gateway(settings, port=None, dashboard=False, say=say)
+    assert [line for line in lines if line.startswith("logs: ")] == [
+        f"logs: {tmp_path}/ray/replica_*.log, until it ends, since {tmp_path}/file/cachepilot/logs cannot be written to"
+    ]

@@ -1,0 +1,111 @@
+"""Folders of a run go with it, or with the next one; what others use, and what is not ours, stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from serving import run_folders
+from serving.run_folders import MARK, FolderHeld, held, owned, remove_unheld, temporary
+from tests.requirements import ROOT
+
+HOLDER = """
+import sys
+from pathlib import Path
+from serving.run_folders import temporary
+with temporary("run-", Path(sys.argv[1])) as folder:
+    (folder / "file").write_text("x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process, and the folder that it holds."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def test_a_folder_goes_with_its_context_whatever_ends_it(tmp_path: Path) -> None:
+    def fail() -> None:
+        with temporary("run-", tmp_path) as folder:
+            assert folder.parent == tmp_path
+            assert folder.stat().st_mode & 0o777 == 0o700
+            (folder / "below").mkdir()
+            (folder / "below" / "file").write_text("x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes_with_the_next_run_and_what_one_uses_stays(tmp_path: Path) -> None:
+    with holder(tmp_path) as (_, used), holder(tmp_path) as (process, left):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert left.exists()
+        with temporary("run-", tmp_path):
+            assert [left.exists(), used.exists()] == [False, True]
+        assert (used / "file").read_text() == "x"
+        with pytest.raises(FolderHeld), owned(used):
+            pass
+        assert (used / "file").exists()
+
+
+def test_what_has_no_mark_or_is_not_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmarked, other, elsewhere = tmp_path / "run-a", tmp_path / "run-b", tmp_path / "elsewhere"
+    unmarked.mkdir()
+    for folder in (other, elsewhere):
+        with held(folder):
+            (folder / "file").write_text("x")
+    (tmp_path / "run-link").symlink_to(elsewhere)
+    assert not remove_unheld(tmp_path / "run-link")
+    assert not remove_unheld(tmp_path / "missing")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not remove_unheld(other)
+    with temporary("run-", tmp_path):
+        pass
+    assert all(folder.exists() for folder in (unmarked, other / "file", elsewhere / "file"))
+
+
+def test_a_folder_that_is_held_by_nobody_is_held_by_the_next(tmp_path: Path) -> None:
+    for _ in range(2):
+        with held(tmp_path / "a" / "b") as folder:
+            assert not remove_unheld(folder)
+            with pytest.raises(FolderHeld), held(folder):
+                pass
+    assert remove_unheld(folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_removed_while_somebody_takes_it_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    with held(folder):
+        pass
+    lock, turns = run_folders._lock, iter([True])
+
+    def slow(descriptor: int) -> bool:
+        if next(turns, False):
+            monkeypatch.setattr(run_folders, "_lock", lock)
+            assert remove_unheld(folder)  # by another process, between our opening the mark and locking it
+        return lock(descriptor)
+
+    monkeypatch.setattr(run_folders, "_lock", slow)
+    with held(folder):
+        assert (folder / MARK).exists()
+        assert not remove_unheld(folder)

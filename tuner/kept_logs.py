@@ -1,0 +1,61 @@
+"""Where `cachepilot serve` leaves what its replicas warned of, for who comes after it has ended: a bounded number of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from serving.run_folders import MARK, held, remove_unheld
+
+RUNS = 20
+"""Runs whose logs are kept, this one among them."""
+
+MOST_BYTES = 256 << 20
+"""Bytes that the logs of earlier runs may have together."""
+
+
+def logs_root() -> Path:
+    """Return the folder of the logs of all runs of this user: below ``$XDG_STATE_HOME``, by default ``~/.local/state``."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()) / "cachepilot" / "logs"
+
+
+@contextlib.contextmanager
+def kept_logs(namespace: str) -> Iterator[Path | None]:
+    """Make the folder of a run's logs, which stays if logs are in it, and remove those of old runs; None where it cannot be made.
+
+    Runs that go on keep theirs, whatever their number.
+
+    Args:
+        namespace: Whose run it is.
+    """
+    with contextlib.ExitStack() as stack:
+        folder: Path | None = None
+        with contextlib.suppress(OSError, RuntimeError):  # a user may have no home, or one that cannot be written to
+            root = logs_root()
+            name = time.strftime(f"{namespace}-%Y%m%d-%H%M%S-{os.getpid()}")
+            folder = stack.enter_context(held(root / name))
+            _remove_old(root, but=folder)
+        try:
+            yield folder
+        finally:
+            stack.close()
+            if folder is not None and not any(folder.glob("*.log")):  # it did not come to replicas
+                remove_unheld(folder)
+
+
+def _remove_old(root: Path, *, but: Path) -> None:
+    """Remove all but the latest runs, by number and by bytes."""
+    earlier = sorted((mark.parent for mark in root.glob(f"*/{MARK}") if mark.parent != but), key=_latest, reverse=True)
+    total = 0
+    for number, folder in enumerate(earlier, 1):
+        total += sum(file.stat().st_size for file in folder.iterdir())
+        if number >= RUNS or total > MOST_BYTES:
+            remove_unheld(folder)
+
+
+def _latest(folder: Path) -> float:
+    return max(file.stat().st_mtime for file in folder.iterdir())
