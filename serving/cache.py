@@ -187,6 +187,37 @@ class TieredCache:
             for arm in self._knobs:
                 self._resize_memory(arm)
 
+    async def move_memory(self, memory: LocalTier, memories: int, *, provisional: bool = False) -> None:
+        """Go on with another memory tier, and close the one so far. Without a store the other one gets what that held.
+
+        Args:
+            memory: The memory tier, of which what it has counts as much as at a start.
+            memories: How many share the memory part of the budget then.
+            provisional: As for :meth:`apply`.
+        """
+        before, self.memory, self.memories = self.memory, memory, memories
+        arms = list(self._knobs)
+        for arm in arms:
+            if self.store is None and memory.mark_now(arm):  # as in apply()
+                memory.flush_now(arm)
+                memory.update_mark_now(arm, lambda _: 0)
+            if not (provisional and memory.shared and memory.stats_now(arm).budget):
+                self._resize_memory(arm)
+        if self._coherence is not None:
+            self._coherence.move(memory, arms)
+        else:
+            before.on_evict, memory.on_evict = None, self._forget_vectors
+            for arm in arms:
+                async for heads in before.scan(arm):
+                    for head in heads:
+                        entry = before.get_now(arm, head.key, touch=False)
+                        if entry is not None and memory.get_now(arm, head.key, touch=False) is None:
+                            memory.put_now(arm, entry)
+                    await asyncio.sleep(0)
+        self._work.set()
+        self._start()
+        await before.close()
+
     # -- reading -------------------------------------------------------------------------------------------------------------
 
     def lookup_now(self, arm: str, request: Asked | Fingerprint, *, now: float) -> Lookup | None:
@@ -395,6 +426,7 @@ class TieredCache:
         if self._shared is not None and self._coherence is not None:
             self._coherence.outdated(arm)
             await self._shared.outdate(arm, where)
+            self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
 
     async def withdraw(self, arm: str, key: bytes) -> bool:
         """Remove an entry that should not have been given, and keep no answer to it that is under way; whether it was there.
@@ -418,6 +450,7 @@ class TieredCache:
             except TierUnavailable as error:
                 _log.warning("arm %s was flushed in memory only: %s", arm, error)
             self.memory.flush_now(arm)  # what was read from the store before came meanwhile
+            self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
         return count
 
     async def stats(self, arm: str) -> dict[str, TierStats]:

@@ -8,13 +8,15 @@ round trip per ``interval`` or ``batch`` and not one per token. Without follower
 * The leader is told of followers by publication, and by each renewal at the latest; while it has some, its own clients' leaving
   does not cancel the call.
 * A leader that dies lets the lease lapse. Followers notice and claim anew: one of them leads, from where they are.
+* What a flush found under way goes on for those who follow it, and nobody follows it any more: whoever asks next leads anew.
 * A flight that ended well is still joined by a request that began before it ended, by Redis' clock and the request's own
   stopwatch: no clocks are compared.
 * Everything expires by itself. With Redis away each replica calls the model for itself, at the cost of one deadline per
   cool-down.
 
-Keys, all in the arm's hash slot: ``cachepilot:{<namespace>:<arm>}:flight:<key>`` holds the leader's token; with ``:waiting``,
-whether somebody follows; with ``:ended``, token and time of the last one that ended well; with ``:<token>``, the stream.
+Keys, all in the arm's hash slot: ``cachepilot:{<namespace>:<arm>}:flight:<key>:<numbers of the arm's last flushes>`` holds the
+leader's token; with ``:waiting``, whether somebody follows; with ``:ended``, token and time of the last one that ended well; with
+``:<token>``, the stream.
 """
 
 from __future__ import annotations
@@ -46,23 +48,40 @@ T = TypeVar("T")
 READ_ENTRIES = 256
 """Most entries of one read: at most 4 MiB."""
 
-# KEYS: lease, ended, waiting. ARGV: token, lease and waited in milliseconds, channel -> whether it is ours, whose it is.
-_CLAIM = """
-local holder = redis.call('GET', KEYS[1])
+# KEYS: the arm's state (serving/tiers/redis_scripts.py), the key's own. What began before a flush has the name of the one before.
+_OF_THE_LAST_FLUSH = """
+local floor, flushed = unpack(redis.call('HMGET', KEYS[1], 'floor', 'flushed'))
+local lease = KEYS[2] .. ':' .. (floor or '') .. '-' .. (flushed or '')
+"""
+
+# ARGV: token, lease and waited in milliseconds, channel -> whether it is ours, whose it is, the lease.
+_CLAIM = (
+    _OF_THE_LAST_FLUSH
+    + """
+local holder = redis.call('GET', lease)
 if not holder then
-  local ended = redis.call('GET', KEYS[2])
+  local ended = redis.call('GET', lease .. ':ended')
   if ended then
     local time = redis.call('TIME')
     local token, at = string.match(ended, '^(%x+):(%d+)$')
-    if at and tonumber(at) >= time[1] * 1000 + math.floor(time[2] / 1000) - tonumber(ARGV[3]) then return {0, token} end
+    if at and tonumber(at) >= time[1] * 1000 + math.floor(time[2] / 1000) - tonumber(ARGV[3]) then return {0, token, lease} end
   end
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-  return {1, ARGV[1]}
+  redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
+  return {1, ARGV[1], lease}
 end
-redis.call('SET', KEYS[3], 1, 'PX', ARGV[2])
+redis.call('SET', lease .. ':waiting', 1, 'PX', ARGV[2])
 redis.call('PUBLISH', ARGV[4], holder)
-return {0, holder}
+return {0, holder, lease}
 """
+)
+
+# ARGV: token. Of a claim whose answer nobody got.
+_GIVE_BACK = (
+    _OF_THE_LAST_FLUSH
+    + """
+if redis.call('GET', lease) == ARGV[1] then redis.call('DEL', lease) end
+"""
+)
 
 # KEYS: lease, waiting, stream. ARGV: token, lease and the stream's life in milliseconds -> -1: lost, else if somebody follows.
 _RENEW = """
@@ -157,7 +176,7 @@ class FlightFeed:
         self._redis = Redis(connection_pool=BlockingConnectionPool.from_url(url, max_connections=16, timeout=deadline, **given))
         self._reading = Redis(connection_pool=ConnectionPool.from_url(url, max_connections=connections, **given))
         register = self._redis.register_script
-        self._claim, self.renew = register(_CLAIM), register(_RENEW)
+        self._claim, self._return, self.renew = register(_CLAIM), register(_GIVE_BACK), register(_RENEW)
         self.release, self.watch = register(_RELEASE), register(_WATCH)
 
     async def open(self) -> None:
@@ -178,22 +197,23 @@ class FlightFeed:
         Returns:
             The role; None where Redis is away: then everyone is on their own.
         """
-        base = f"cachepilot:{{{self.namespace}:{check_name('flight feed: arm', arm)}}}:flight:{key.hex()}"
+        of_arm = f"cachepilot:{{{self.namespace}:{check_name('flight feed: arm', arm)}}}"
+        keys = [f"{of_arm}:state", f"{of_arm}:flight:{key.hex()}"]
         token = os.urandom(8).hex()
         args: list[str | int] = [token, int(self.lease * 1000), int(waited * 1000), self._channel]
         self._listen_from_now_on()
         try:
-            ours, holder = await self.call(lambda: self._claim(keys=[base, f"{base}:ended", f"{base}:waiting"], args=args))
+            ours, holder, lease = await self.call(lambda: self._claim(keys=keys, args=args))
         except FeedUnavailable as error:
             _log.debug("a flight is not shared: %s", error)
             return None
         except asyncio.CancelledError:
             # Redis may have granted it all the same: nobody shall wait for a leader that is none.
-            task = asyncio.create_task(self._give_back(base, token), name="flight-lease")
+            task = asyncio.create_task(self._give_back(keys, token), name="flight-lease")
             self._giving_back.add(task)
             task.add_done_callback(self._giving_back.discard)
             raise
-        return Claim(self, base, holder.decode(), key, leading=bool(ours))
+        return Claim(self, lease.decode(), holder.decode(), key, leading=bool(ours))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -226,9 +246,9 @@ class FlightFeed:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, 2.0)
 
-    async def _give_back(self, base: str, token: str) -> None:
+    async def _give_back(self, keys: list[str], token: str) -> None:
         with contextlib.suppress(FeedUnavailable):
-            await self.call(lambda: self.release(keys=[base, f"{base}:ended", f"{base}:{token}"], args=[token, 0, 1]))
+            await self.call(lambda: self._return(keys=keys, args=[token]))
 
     # -- for claims ----------------------------------------------------------------------------------------------------------
 

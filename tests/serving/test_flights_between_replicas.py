@@ -18,6 +18,7 @@ from serving.flight_feed import FlightFeed
 from serving.flights import Flight, FlightFailed, Flights, Head, Reader
 from serving.recording import finished, to_json
 from serving.redis_server import RedisServer
+from serving.tiers.redis import RedisTier
 from tests.serving.streams import chunk, delta, spoken
 from tests.waiting import until
 
@@ -285,6 +286,28 @@ async def test_a_request_from_before_the_end_follows_what_has_just_ended_elsewhe
     claim = await follower.feed.claim("control", KEY, waited=0.0)
     assert claim is not None
     assert claim.leading
+
+
+async def test_who_asks_after_a_flush_leads_anew_and_those_who_follow_already_get_what_they_follow(
+    replicas: list[Replica], redis_url: str, namespace: str
+) -> None:
+    leader, follower = replicas
+    late = Replica(redis_url, namespace)
+    late.chunks = [b"data: anew\n\n"]
+    tier = RedisTier(redis_url, namespace, write_deadline=10.0)
+    await tier.resize("control", 1000)
+    for flush in (tier.flush("control"), tier.outdate("control", {"tag": "red"})):
+        async with stopped_in_the_middle(leader, 100):
+            with follower.ask() as reader:
+                await until(lambda reader=reader: reader.flight.position > 0, "what the leader has")  # type: ignore[misc]
+                await flush
+                assert await late.answer() == b"data: anew\n\n"
+                leader.going_on.set()
+                assert await reader.body() == b"".join(SAID)
+        await until(lambda: not any(len(replica.flights) for replica in (*replicas, late)), "the flights to land")
+    assert (leader.calls, follower.calls, late.calls) == (2, 0, 2)
+    await tier.close()
+    await close(late)
 
 
 async def test_a_large_answer_is_shared_up_to_a_bound_and_followers_then_call_themselves(redis_url: str, namespace: str) -> None:

@@ -202,6 +202,11 @@ async def test_an_answer_that_was_refreshed_is_still_flushed_by_the_document_it_
         assert (await admin(client, "flush", {"document": "handbook"}))["removed"] == 1
 
 
+def outdated(client: Client) -> bool:
+    """Whether it has heard that all its answers under way are."""
+    return all(flight.outdated for flight in client.gateway.runtime.flights._tasks)
+
+
 @pytest.mark.parametrize("where", [{"all": True}, {"tag": "red"}], ids=["of everything", "of a tag"])
 async def test_an_answer_under_way_at_a_flush_is_not_kept_by_any_replica(
     where: dict[str, Any], redis_url: str, namespace: str
@@ -213,13 +218,34 @@ async def test_an_answer_under_way_at_a_flush_is_not_kept_by_any_replica(
         asked = {"red": {**bearer("a1"), "x-cache-tags": "red"}, "plain": bearer("a1")}
         under_way = [asyncio.create_task(client.ask(name, headers)) for name, headers in asked.items() for client in (one, other)]
         await until(lambda: len(model.asked) == 2, "both questions to have reached the model")
+        flights = [client.gateway.runtime.flights for client in (one, other)]
+        await until(lambda: [len(each) for each in flights] == [2, 2], "all four to be under way")
         await admin(other, "flush", where)
-        for client in (one, other):
-            flights = client.gateway.runtime.flights
-            await until(lambda flights=flights: all(f.outdated for f in flights._tasks), "the flush to be heard of")
+        await until(lambda: all(outdated(client) for client in (one, other)), "the flush to be heard of")
         model.hold.set()
         assert {reply.status for reply in await asyncio.gather(*under_way)} == {200}
         assert [(await client.ask("red", asked["red"])).cache for client in (one, other)] == ["MISS", "HIT"]
+
+
+@pytest.mark.parametrize("where", [{"all": True}, {"tag": "red"}], ids=["of everything", "of a tag"])
+async def test_who_asks_after_a_flush_gets_no_answer_that_was_under_way_at_any_replica(
+    where: dict[str, Any], redis_url: str, namespace: str
+) -> None:
+    model = Model()
+    settings: dict[str, Any] = {"auth": AUTH, "redis_url": redis_url, "namespace": namespace}
+    headers = {**bearer("a1"), "x-cache-tags": "red"}
+    async with before(model, replicas=2, **settings) as (one, other):
+        model.hold.clear()
+        under_way = asyncio.create_task(one.ask("red", headers))
+        await until(lambda: len(model.asked) == 1, "the question to have reached the model")
+        await admin(other, "flush", where)
+        await until(lambda: outdated(one), "the flush to be heard of")
+        later = asyncio.create_task(other.ask("red", headers))
+        await until(lambda: len(model.asked) == 2, "the model to be asked anew")
+        model.hold.set()
+        assert "answer 1" in str((await under_way).json)
+        assert "answer 2" in str((await later).json)
+        assert "answer 2" in str((await one.ask("red", headers)).json)
 
 
 async def test_a_tenant_is_not_told_that_another_one_asked_something_similar() -> None:
