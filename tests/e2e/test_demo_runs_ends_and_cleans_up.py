@@ -72,7 +72,7 @@ def start(tmp_path: Path) -> Iterator[object]:
 def test_a_run_ends_with_a_report_a_summary_and_nothing_left(start: object, tmp_path: Path) -> None:
     summary_file = tmp_path / "summary.json"
     run = start("--minutes", "1.4", "--json", str(summary_file))  # type: ignore[operator]
-    printed, _ = run.process.communicate(timeout=200)
+    printed, _ = run.process.communicate(timeout=280)
     assert run.process.returncode == 0, printed
     summary = json.loads(summary_file.read_text())
     assert summary["complete"] is True
@@ -113,7 +113,7 @@ def test_an_interrupt_leaves_nothing_running_and_says_where_the_partial_report_i
         os.killpg(run.process.pid, number)
     else:
         run.process.send_signal(number)
-    rest, _ = run.process.communicate(timeout=60)
+    rest, _ = run.process.communicate(timeout=120)
     assert run.process.returncode == 130, rest
     summary = json.loads(summary_file.read_text())
     assert summary["complete"] is False
@@ -130,6 +130,6 @@ def test_an_interrupt_while_starting_leaves_nothing_running(start: object) -> No
         if "gateway on Ray Serve" in line:
             break
     os.killpg(run.process.pid, signal.SIGINT)
-    rest, _ = run.process.communicate(timeout=60)
+    rest, _ = run.process.communicate(timeout=120)
     assert run.process.returncode == 130, rest
     run.assert_nothing_left()

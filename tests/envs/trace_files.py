@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import zstandard
 
 from envs.workloads.readers.cachesim import RECORD
 
-PACKERS = {
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
     "zst": zstandard.compress,
     "bz2": lambda data: bz2.compress(data, 1),
