@@ -250,7 +250,7 @@ async def many_calls_at_once_get_their_own_answers(bench: Bench) -> None:
 
 async def what_is_written_arrives(bench: Bench) -> None:
     async with bench.node() as (tier, server), bench.link(server) as link:
-        epoch = link.hello.epoch
+        epoch = link.hello.geometry.epoch
         largest = link.hello.slot_bytes - 128
         sizes = [0, 1, 2000, largest - 40]
         for slot, size in enumerate(sizes):
@@ -266,7 +266,7 @@ async def peers_have_slots_of_their_own(bench: Bench) -> None:
     async with bench.node(inbox_slots=32) as (tier, server), bench.link(server) as first, bench.link(server) as second:
         assert (first.hello.slots, second.hello.slots) == (2, 2)
         assert first.hello.first_slot + 2 <= second.hello.first_slot
-        epoch = first.hello.epoch
+        epoch = first.hello.geometry.epoch
         for number, link in enumerate((first, second)):
             await link.write(0, encode(ARM, key(number), pack(answer(number, 1, 100)), 1, epoch))
         await until(lambda: server.counts["taken"] == 2, "both entries", bench.seconds)
@@ -330,7 +330,7 @@ async def a_closed_link_gives_its_slots_back(bench: Bench) -> None:
         for number in range(20):
             async with bench.link(server) as link:
                 assert (link.hello.slots, link.hello.first_slot) == (1, 0)
-                data = encode(ARM, key(number), pack(answer(number, 1, 10)), 1, link.hello.epoch)
+                data = encode(ARM, key(number), pack(answer(number, 1, 10)), 1, link.hello.geometry.epoch)
                 await link.write(0, data)
                 await until(lambda number=number: server.counts["taken"] == number + 1, "the entry", bench.seconds)  # type: ignore[misc]
             await until(lambda number=number: server.open_links == 0, "the end of the link", bench.seconds)  # type: ignore[misc]

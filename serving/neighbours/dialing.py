@@ -18,6 +18,7 @@ from serving.neighbours.exchange import (
 )
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import Link, LinkLost
+from serving.neighbours.resolving import Resolver
 from serving.neighbours.transport import ClientTransport
 
 
@@ -85,6 +86,7 @@ async def dial(
     namespace: str,
     deadline: float,
     fell_back: Callable[[str], None] = lambda _: None,
+    resolver: Resolver | None = None,
 ) -> Link:
     """Return a link to the peer at ``host:port``, over the first of the transports that the peer has too.
 
@@ -97,20 +99,25 @@ async def dial(
         namespace: The cache's.
         deadline: Seconds that a call of the link may take.
         fell_back: Told why a transport that both sides have is not the one, in words.
+        resolver: Finds the addresses of names; None: one that remembers nothing.
 
     Raises:
         LinkLost: If the peer cannot be reached or ends the exchange.
         Refused: If one side refuses the other; says why.
     """
-    left = list(transports)
-    while True:
-        try:
-            return await _dial(address, left, secret, namespace, deadline)
-        except _Failed as failed:
-            left = [each for each in left if each.name != failed.name]
-            if not left:
-                raise failed.error from None
-            fell_back(f"by {left[0].name}, since {failed.name} failed: {failed.error}")
+    left, finding = list(transports), resolver or Resolver()
+    try:
+        while True:
+            try:
+                return await _dial(address, left, secret, namespace, deadline, finding)
+            except _Failed as failed:
+                left = [each for each in left if each.name != failed.name]
+                if not left:
+                    raise failed.error from None
+                fell_back(f"by {left[0].name}, since {failed.name} failed: {failed.error}")
+    finally:
+        if resolver is None:
+            finding.close()
 
 
 class _Failed(Exception):
@@ -122,7 +129,24 @@ class _Failed(Exception):
         self.error = error
 
 
-async def _dial(address: str, transports: Sequence[ClientTransport], secret: bytes, namespace: str, deadline: float) -> Link:
+async def _connect(connection: Framed, addresses: Sequence[str], port: int) -> None:
+    """Connect to the first of the addresses that can be reached.
+
+    Raises:
+        OSError: If none can; of the last one.
+    """
+    for left, host in reversed(list(enumerate(reversed(addresses)))):
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
+            return
+        except OSError:
+            if not left:
+                raise
+
+
+async def _dial(
+    address: str, transports: Sequence[ClientTransport], secret: bytes, namespace: str, deadline: float, resolver: Resolver
+) -> Link:
     host, port = parse_address(address, "peer")
     connection = Framed(LARGEST_MESSAGE)
     messages = Messages(connection)
@@ -130,7 +154,7 @@ async def _dial(address: str, transports: Sequence[ClientTransport], secret: byt
     finished = False
     try:
         async with asyncio.timeout(EXCHANGE_SECONDS):
-            await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
+            await _connect(connection, await resolver.addresses(host), port)
             names = [each.name for each in transports]
             said = [hello(namespace, names, secrets.token_bytes(NONCE_BYTES))]
             connection.send(said[0])

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from serving.arena.layout import ARM_WORDS, ARMS, BUCKET_UNITS, HEADER_WORDS, LARGEST_FILE, UNIT, UNIT_WORDS, VERSION
+from serving.arena.layout import ARM_WORDS, ARMS, BUCKET_UNITS, HEADER_WORDS, LARGEST_FILE, UNIT, UNIT_WORDS, VERSION, Geometry
 from serving.neighbours.inbox import MOST_SLOTS
 from serving.neighbours.link import Hello
 from serving.neighbours.transport import Parameters
@@ -205,7 +205,7 @@ def answer(secret: bytes, said: Sequence[bytes], told: Hello, parameters: Parame
         told: Of the arena and the reader's slots.
         parameters: Of the owner's end of the transport.
     """
-    body = orjson.dumps({"hello": asdict(told), "parameters": dict(parameters)})
+    body = orjson.dumps({"hello": _flat(told), "parameters": dict(parameters)})
     return _ACCEPTED + _mac(secret, _OWNER, *said, body) + body
 
 
@@ -261,21 +261,28 @@ def _parameters(told: object) -> Parameters:
     return told
 
 
+def _flat(hello: Hello) -> dict[str, Any]:
+    """Return what is said by name; of the geometry each part."""
+    said = asdict(hello)
+    return {**said.pop("geometry"), **said}
+
+
 def _hello(told: object) -> Hello:
-    names = [field.name for field in fields(Hello)]
+    parts = [field.name for field in fields(Geometry)]
+    names = [*parts, *(field.name for field in fields(Hello) if field.name != "geometry")]
     if not isinstance(told, dict) or sorted(told) != sorted(names) or not all(type(told[name]) is int for name in names):
         raise Refused("protocol", "expected what an arena is: whole numbers by name")
-    made = Hello(**told)
-    units = made.bytes // UNIT
+    arena = Geometry(**{name: told[name] for name in parts})
+    made = Hello(geometry=arena, **{name: told[name] for name in names if name not in parts})
     possible = (
         made.layout == VERSION
-        and 0 < made.bytes <= LARGEST_FILE
-        and made.bytes % 4096 == 0
-        and made.edges == HEADER_WORDS + ARMS * ARM_WORDS
-        and made.buckets >= 2
-        and made.edges // UNIT_WORDS < made.index
-        and made.index + made.buckets * BUCKET_UNITS == made.values <= units
-        and 0 <= made.epoch < 1 << 63
+        and 0 < arena.bytes <= LARGEST_FILE
+        and arena.bytes % 4096 == 0
+        and arena.edges == HEADER_WORDS + ARMS * ARM_WORDS
+        and arena.buckets >= 2
+        and arena.edges // UNIT_WORDS < arena.index
+        and arena.index + arena.buckets * BUCKET_UNITS == arena.values <= arena.units
+        and 0 <= arena.epoch < 1 << 63
         and made.slots >= 0
         and made.first_slot >= 0
         and made.first_slot + made.slots <= MOST_SLOTS

@@ -24,32 +24,17 @@ class Hello:
 
     Attributes:
         layout: Version of the arena's layout (:data:`serving.arena.layout.VERSION`).
-        bytes: Of the arena's file.
-        buckets: Number of buckets.
-        edges: First word of the edges.
-        index: First unit of the buckets.
-        values: First unit of the values.
-        epoch: Of the arena; seeds the checksums.
+        geometry: Where the parts of the arena are, and its epoch.
         first_slot: Where the slots that are ours begin among all slots of the inbox.
         slots: How many slots of the inbox are ours; may be 0.
         slot_bytes: Bytes of a slot, a multiple of 64.
     """
 
     layout: int
-    bytes: int
-    buckets: int
-    edges: int
-    index: int
-    values: int
-    epoch: int
+    geometry: Geometry
     first_slot: int
     slots: int
     slot_bytes: int
-
-    @property
-    def geometry(self) -> Geometry:
-        """Where the parts of the peer's arena are."""
-        return Geometry(self.bytes, self.buckets, self.edges, self.index, self.values, self.epoch)
 
 
 class Link(Protocol):

@@ -20,6 +20,7 @@ from serving.neighbours.exchange import Refused
 from serving.neighbours.inbox import H_TAKEN, HEAD_BYTES, encode
 from serving.neighbours.link import Link, LinkLost
 from serving.neighbours.lookup import RemoteArena, to_entry
+from serving.neighbours.resolving import Resolver
 from serving.neighbours.transport import ClientTransport
 from serving.tiers.base import Entry
 from serving.tiers.codec import pack
@@ -68,6 +69,7 @@ class Peer:
         deadline: Seconds that a lookup may take.
         counts: Counts by transport and event; see :class:`serving.tiers.rdma.NeighbourTier`.
         own_epoch: Of this node's arena: a peer that has it is this node.
+        resolver: Finds the addresses of names, for all peers of this process; stays its owner's.
         clock: A monotonic clock, seconds.
         draw: Gives numbers from 0 to 1, for jitter.
     """
@@ -82,6 +84,7 @@ class Peer:
         deadline: float,
         counts: Counter[tuple[str, str]],
         own_epoch: int | None = None,
+        resolver: Resolver | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -91,6 +94,7 @@ class Peer:
         self._deadline = deadline
         self._counts = counts
         self._own_epoch = own_epoch
+        self._resolver = resolver
         self._clock, self._draw = clock, draw
         self._arena: RemoteArena | None = None
         self._outbox: Outbox | None = None
@@ -210,9 +214,10 @@ class Peer:
             namespace=self._namespace,
             deadline=self._deadline,
             fell_back=self._fell_back,
+            resolver=self._resolver,
         )
         try:
-            if link.hello.epoch == self._own_epoch:
+            if link.hello.geometry.epoch == self._own_epoch:
                 words = "that is this node itself, by another name; set advertise to the one by which the others have it"
                 raise Refused("protocol", f"{self.address}: {words}")
             arena = RemoteArena(link, clock=self._clock)
@@ -338,7 +343,7 @@ class Outbox:
         slot = self.free[-1]
         number = self._written[slot] + 1
         try:
-            data = encode(arm, entry.key, pack(entry), number, self.link.hello.epoch, known)
+            data = encode(arm, entry.key, pack(entry), number, self.link.hello.geometry.epoch, known)
         except ValueError:
             return False
         if len(data) > self.link.hello.slot_bytes:

@@ -299,11 +299,7 @@ class NeighbourServer:
         except LinkLost as error:
             inbox.release(granted)
             raise Refused("transport", f"{name}: {error}") from error
-        geometry = self._tier.mapping.geometry
-        told = Hello(
-            VERSION, geometry.bytes, geometry.buckets, geometry.edges, geometry.index, geometry.values, geometry.epoch,
-            granted.first, granted.count, self._slot_bytes,
-        )  # fmt: skip
+        told = Hello(VERSION, self._tier.mapping.geometry, granted.first, granted.count, self._slot_bytes)
         self._links[connection] = (served, granted)
         self.counts["links"] += 1
         connection.received = lambda _: None

@@ -297,7 +297,7 @@ class VerbsDialing:
         try:
             arena = Remote.read(answer, "arena")
             inbox = Remote.read(answer, "inbox") if hello.slots else None
-            if arena.length != hello.bytes or (inbox is not None and inbox.length < hello.slots * hello.slot_bytes):
+            if arena.length != hello.geometry.bytes or (inbox is not None and inbox.length < hello.slots * hello.slot_bytes):
                 raise ValueError(f"expected the memory of {hello}, got {arena} and {inbox}")
             self._pair.connect(Endpoint.read(answer), self._deadline)
         except (ValueError, VerbsError) as error:

@@ -16,6 +16,7 @@ from serving.neighbours.exchange import check_secret
 from serving.neighbours.membership import Membership
 from serving.neighbours.peer import Peer
 from serving.neighbours.rendezvous import owner
+from serving.neighbours.resolving import Resolver
 from serving.neighbours.transport import ClientTransport
 from serving.tiers.base import Entry
 
@@ -71,6 +72,7 @@ class NeighbourTier:
         self._deadline = deadline
         self._own_epoch = own_epoch
         self._clock, self._draw = clock, draw
+        self._resolver = Resolver()
         self._peers: dict[str, Peer] = {}
         self._nodes: tuple[str, ...] = ()
         self._closing: set[asyncio.Task[None]] = set()
@@ -85,6 +87,7 @@ class NeighbourTier:
         await self.membership.close()
         peers, self._peers = list(self._peers.values()), {}
         await asyncio.gather(*(peer.close() for peer in peers), *self._closing, return_exceptions=True)
+        self._resolver.close()
         for transport in self._transports:
             transport.close()
 
@@ -156,6 +159,7 @@ class NeighbourTier:
                     deadline=self._deadline,
                     counts=self.counts,
                     own_epoch=self._own_epoch,
+                    resolver=self._resolver,
                     clock=self._clock,
                     draw=self._draw,
                 )

@@ -386,7 +386,7 @@ async def killed(node: Node, reader: Reader) -> str:
     old: dict[str, int | str] = {}
     client = verbs_link.VerbsClient()
     link = await direct(node, Altered(client, old.update))
-    epoch = link.hello.epoch
+    epoch = link.hello.geometry.epoch
     numbers = reader.take(30)
     node.do("put", numbers, 1, 1000)
     times = []
@@ -426,7 +426,7 @@ async def killed(node: Node, reader: Reader) -> str:
         told["arena_rkey"], told["arena_address"] = old["arena_rkey"], old["arena_address"]
 
     fresh = await direct(again, client)
-    assert fresh.hello.epoch != epoch
+    assert fresh.hello.geometry.epoch != epoch
     await fresh.close()
     try:
         await direct(again, Altered(client, with_old_key))

@@ -31,9 +31,7 @@ class Memory:
 
     def __init__(self, content: bytes, geometry: Geometry, spoil: Callable[[int, bytes], bytes] | None = None) -> None:
         self.content = bytearray(content)
-        self.hello = Hello(
-            VERSION, geometry.bytes, geometry.buckets, geometry.edges, geometry.index, geometry.values, geometry.epoch, 0, 0, 4096
-        )
+        self.hello = Hello(VERSION, geometry, 0, 0, 4096)
         self.reads: list[tuple[int, int]] = []
         self.spoil = spoil
 

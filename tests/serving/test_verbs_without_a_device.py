@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.arena.layout import Geometry
 from serving.neighbours.framing import Framed
 from serving.neighbours.link import Hello, LinkLost
 from serving.neighbours.verbs import Endpoint, Remote, VerbsError, ack_timeout, choose_gid, parse_device
@@ -25,7 +26,7 @@ from tests.requirements import ROOT
 
 ARENA = bytes(range(256)) * 4096
 SLOTS, SLOT_BYTES = 2, 3 * LANE_BYTES
-HELLO = Hello(1, len(ARENA), 8, 1024, 200, 300, 7, 0, SLOTS, SLOT_BYTES)
+HELLO = Hello(1, Geometry(len(ARENA), 8, 1024, 200, 300, 7), 0, SLOTS, SLOT_BYTES)
 
 # -- why it is not available -------------------------------------------------------------------------------------------------
 
