@@ -78,6 +78,11 @@ class GhostWindow:
     rate: float = 1.0
 
 
+def compile_ghost() -> None:
+    """Compile what a ghost needs, or read the cache of compiled code; the first takes some ten seconds."""
+    Ghost(np.array([1, 2], np.int64), np.array([1.0, 2.0]), max_keys=16)
+
+
 class Ghost:
     """A shadow of one arm's requests: the hits of every (``cache_size``, ``ttl``) of a grid, entropy and drift.
 

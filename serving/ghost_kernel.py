@@ -555,9 +555,10 @@ def forget(state: State) -> None:
 
 
 def begin(state: State) -> None:
-    """Make a new generation ready; compiles, or reads the cache of compiled code, so that the first request need not."""
+    """Make a new generation ready; compiles all that it needs, or reads the cache of compiled code, so that no request waits."""
     set_rate(state)
     access_many(state, np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0))
     settle(state)
+    distribution(state, np.empty(2))
     forget(state)
     state.levels[EVICTED] = 0.0

@@ -29,7 +29,7 @@ from serving.feed import AccessFeed, LocalFeed, RedisFeed
 from serving.fetching import Call, Fetcher
 from serving.flight_feed import FlightFeed
 from serving.flights import Flights
-from serving.ghost import Ghost
+from serving.ghost import Ghost, compile_ghost
 from serving.inbound import Inbound
 from serving.keys import Fingerprint, key64
 from serving.meaning.acceptance_feed import AcceptanceFeed
@@ -65,6 +65,9 @@ MIN_FLIGHT_BYTES = 4 << 20
 
 CLIENT_LEFT = 499
 """Status of a request whose client did not wait for its answer, as nginx has it."""
+
+ARENA_SECONDS = 30.0
+"""How often a replica that was refused its node's arena tries again."""
 
 REPORT_SECONDS = 5.0
 """How often a replica repeats which version it runs; a third of what the store takes for death."""
@@ -128,6 +131,9 @@ class Runtime:
         settings, url, namespace = self.settings, address(self.settings), self.settings.namespace
         if settings.access_log is not None:
             self._access_log = AccessLogWriter(settings.access_log, self.replica)
+        if settings.ghost.enabled:
+            # Before there is anything that the event loop has to hear of: after an update it takes some ten seconds.
+            await asyncio.to_thread(compile_ghost)
         await self.upstream.open()
         await self.meaning.open()
         sealer = Sealer.of(settings.storage)
@@ -201,6 +207,8 @@ class Runtime:
             self._background(self._acceptance_loop(self._acceptance_feed), "acceptance")
         # Last: what is loaded above takes the event loop for seconds, and a node that says that it is there should answer.
         await self._open_neighbours(url)
+        if self.memory.refused:
+            self._background(self._try_arena(url), "try-arena")
         self.ready = True
 
     async def stop(self) -> None:
@@ -250,6 +258,21 @@ class Runtime:
         self.cache.neighbours = self._neighbours.tier
         self.cache.on_removed = self._neighbours.outdated
         self.metrics.open_hits(self._neighbours.tier.name)
+
+    async def _try_arena(self, url: str | None) -> None:
+        """Try to open the arena again and again: those who kept this replica from it, with another Redis, may have gone."""
+        while self.memory.refused:
+            await asyncio.sleep(ARENA_SECONDS)
+            opened = await asyncio.to_thread(open_memory, self.settings, replica=self.replica, told=self.memory.refused)
+            if opened.refused:
+                self.memory = replace(self.memory, refused=opened.refused)
+                continue
+            self.memory = opened
+            if self._presence is not None:
+                await self._presence.move(opened.name)
+            await self.cache.move_memory(opened.tier, self._memories(), provisional=self._provisional)
+            _log.info("this replica has its node's arena now: %s", opened.place)
+            await self._open_neighbours(url)
 
     def _memories(self) -> int:
         """How many memory tiers share the memory part of the budgets."""
