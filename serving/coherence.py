@@ -115,6 +115,12 @@ class Coherence:
         self._owed.add(arm)
         self._wake()
 
+    def move(self, memory: LocalTier, arms: list[str]) -> None:
+        """Go on with another memory tier, of which nothing is known so far."""
+        self._memory = memory
+        for arm in arms:
+            self.begin(arm)
+
     def listening(self, arms: list[str]) -> None:
         """Begin all arms: from now on the store's changes are heard."""
         self._listening = True

@@ -59,12 +59,13 @@ class Memory:
         return "refused" if self.refused else "shared" if self.tier.shared else "own"
 
 
-def open_memory(settings: GatewaySettings, *, replica: str) -> Memory:
+def open_memory(settings: GatewaySettings, *, replica: str, told: str = "") -> Memory:
     """Open the memory tier that the settings ask for; never fails: without the arena the replica has memory of its own.
 
     Args:
         settings: The data plane's settings.
         replica: Name of this replica.
+        told: Why it was refused before: that is not said again.
     """
     if not settings.memory.shared:
         return Memory(MemoryTier(), replica, "own")
@@ -86,7 +87,8 @@ def open_memory(settings: GatewaySettings, *, replica: str) -> Memory:
             arena.close_now()
             raise
     except (ArenaError, OSError) as error:
-        _log.warning("this replica has memory of its own, since its node's arena cannot be used: %s", error)
+        if str(error) != told:
+            _log.warning("this replica has memory of its own, since its node's arena cannot be used: %s", error)
         return Memory(MemoryTier(), replica, "own", str(error))
     now = sum(int(_share(settings) * arm.knobs.cache_size) for arm in settings.arms.values())
     if arena.mapping.geometry.bytes < _BESIDES * now:

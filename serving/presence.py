@@ -35,12 +35,22 @@ class Presence:
     def __init__(self, url: str, namespace: str, memory: str, replica: str, *, lives: float = LIVES_SECONDS) -> None:
         self.memories = 1
         self.speaks = True
+        self._replica = replica
         self._memory = f"{memory} ".encode()
-        self._member = self._memory + replica.encode()
         self._key = f"cachepilot:{{{namespace}}}:memories"
         self._redis: Redis = Redis.from_url(url)
         self._roll = RollCall(self._redis, self._key, lives)
         self._away = False
+
+    @property
+    def _member(self) -> bytes:
+        return self._memory + self._replica.encode()
+
+    async def move(self, memory: str) -> None:
+        """Say that this replica uses another memory from now on, and learn of the others'; waits two seconds at most."""
+        await self._leave()
+        self._memory = f"{memory} ".encode()
+        await self.exchange()
 
     async def exchange(self) -> None:
         """Say which memory this replica uses, and learn of the others'; waits a second at most."""
@@ -58,8 +68,11 @@ class Presence:
 
     async def close(self) -> None:
         """Say that this replica is gone, and release the connection."""
+        await self._leave()
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.aclose()
+
+    async def _leave(self) -> None:
         with contextlib.suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(DEADLINE):
                 await self._redis.zrem(self._key, self._member)
-        with contextlib.suppress(RedisError, OSError):
-            await self._redis.aclose()

@@ -324,3 +324,63 @@ async def test_who_is_gone_is_forgotten_though_the_clock_of_redis_went_back(redi
     assert (await redis.zscore(at, b"n long-gone") or 0.0) <= (time.time() + 60) * 1000
     await presence.close()
     await redis.aclose()
+
+
+@pytest.mark.parametrize("redis", [True, False], ids=["with redis", "alone"])
+async def test_a_replica_that_was_refused_the_arena_has_it_when_those_with_another_redis_are_gone(
+    tmp_path: Path, redis_url: str, namespace: str, redis: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving.runtime, "ARENA_SECONDS", 0.02)
+    monkeypatch.setattr(serving.runtime, "PRESENCE_SECONDS", 0.05)
+    path = tmp_path / "arena"
+    before_the_roll = GatewaySettings.model_validate(
+        {"memory": {"path": str(path)}, "redis_url": "redis://old", "namespace": namespace}
+    )
+    other = open_memory(before_the_roll, replica="old")
+    assert other.state == "shared"
+    other.tier.resize_now("control", MIB)
+    other.tier.update_mark_now("control", lambda _: 7)
+    other.tier.put_now("control", entry(1))
+    settings: dict[str, Any] = {"namespace": namespace, "memory": {"path": str(path)}, "redis_url": redis_url if redis else None}
+    async with before(Model(), replicas=2 if redis else 1, **settings) as clients:
+        runtimes = [client.gateway.runtime for client in clients]
+        assert [runtime.memory.state for runtime in runtimes] == ["refused"] * len(runtimes)
+        assert (await clients[0].ask("a question")).cache == "MISS"
+        assert isinstance(other.tier, ArenaTier)
+        other.tier.close_now()
+        await until(lambda: all(runtime.memory.state == "shared" for runtime in runtimes), "the arena to be opened")
+        await until(lambda: all(runtime.cache.memory is runtime.memory.tier for runtime in runtimes), "it to be used")
+        for client in clients:
+            assert (await client.request("GET", "/readyz")).json["memory"] == "shared"
+            assert (await client.ask("a question")).cache == "HIT", "from Redis, or what its own memory had"
+            assert await client.metric("cachepilot_memory_refused") == 0.0
+        assert (await clients[0].ask("a question")).headers["x-cache-tier"] == "memory"
+        assert (await clients[0].ask("another")).cache == "MISS"
+        assert (await clients[-1].ask("another")).headers["x-cache-tier"] == "memory", "they share it"
+        assert all(runtime.cache.lookup_now("control", request(1), now=1.0) is None for runtime in runtimes), "of another Redis"
+        share = clients[0].gateway.runtime.cache.knobs("control").cache_size // (4 if redis else 1)
+        await until(lambda: all(budget(client) == share for client in clients), "one memory to have the whole part of the budget")
+    said = [record.getMessage() for record in caplog.records if "memory of its own" in record.getMessage()]
+    assert len(said) == len(clients), "once by each"
+
+
+async def test_a_replica_that_has_the_arena_at_last_is_a_neighbour(
+    tmp_path: Path, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.runtime, "ARENA_SECONDS", 0.02)
+    path = tmp_path / "arena"
+    path.write_bytes(b"something else" * 1000)
+    path.chmod(0o600)
+    settings: dict[str, Any] = {
+        "namespace": namespace, "memory": {"path": str(path)}, "redis_url": redis_url,
+        "neighbours": {"listen": "127.0.0.1:0", "advertise": "127.0.0.1:9", "secret": "s" * 16, "transport": "tcp"},
+    }  # fmt: skip
+    async with before(Model(), **settings) as (client,):
+        runtime = client.gateway.runtime
+        assert runtime.cache.neighbours is None
+        path.unlink()
+
+        def serves() -> bool:
+            return runtime.cache.neighbours is not None and runtime._neighbours is not None and runtime._neighbours.server.serving
+
+        await until(serves, "it to read its neighbours and to serve its arena")
