@@ -1,4 +1,4 @@
-"""Write docs/gateway-settings.md from serving/settings.py: python scripts/gateway_settings_doc.py > docs/gateway-settings.md"""
+"""Write docs/gateway-settings.md from serving/settings: python scripts/gateway_settings_doc.py > docs/gateway-settings.md"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page() -> str:
     lines = [
         "# Settings of the gateway",
         "",
-        "Written by `python scripts/gateway_settings_doc.py > docs/gateway-settings.md` from `serving/settings.py`.",
+        "Written by `python scripts/gateway_settings_doc.py > docs/gateway-settings.md` from `serving/settings`.",
         "",
         "They are the section `gateway` of the settings file (`cachepilot serve --config FILE`), and the whole file of",
         "`serve run serving.app:build config=FILE`. Sizes are bytes, times are seconds; unknown keys and values out of range are",
