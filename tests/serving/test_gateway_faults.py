@@ -116,7 +116,11 @@ async def test_more_requests_than_redis_has_connections_are_all_answered(redis_u
         held = [await pool.get_connection() for _ in range(pool.max_connections)]
         try:
             client.gateway.runtime.cache.store._read_deadline = 0.05  # type: ignore[union-attr]
-            replies = await asyncio.gather(*(client.ask(f"question {number % 20}") for number in range(60)))
+            model.hold.clear()
+            asked = [asyncio.create_task(client.ask(f"question {number % 20}")) for number in range(60)]
+            await until(lambda: _looked_up(client, 60), "all to have come")
+            model.hold.set()
+            replies = await asyncio.gather(*asked)
         finally:
             for connection in held:
                 await pool.release(connection)

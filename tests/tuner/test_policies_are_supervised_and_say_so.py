@@ -23,7 +23,7 @@ from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
 from serving.redis_config_store import RedisConfigStore
 from tests.exporter import Exporter
-from tests.tuner.test_loop_observes_decides_applies_and_records import INITIAL, SPACE, Bench, traffic
+from tests.tuner.test_loop_observes_decides_applies_and_records import INITIAL, REPORTS_LIVE, SPACE, Bench, traffic
 from tuner.config import Settings, SettingsError, TunerSettings, load_settings
 from tuner.errors import CommandError
 from tuner.loop import Interval, LoopSettings
@@ -65,7 +65,7 @@ def exporter() -> Iterator[Exporter]:
 
 @pytest.fixture
 async def store(redis_url: str, namespace: str) -> AsyncIterator[RedisConfigStore]:
-    opened = RedisConfigStore(redis_url, namespace)
+    opened = RedisConfigStore(redis_url, namespace, REPORTS_LIVE)
     yield opened
     await opened.close()
 
