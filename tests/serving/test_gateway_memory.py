@@ -20,6 +20,7 @@ from serving.memory import arena_path, arena_size, describe_arena, open_memory
 from serving.presence import Presence
 from serving.redis_config_store import RedisConfigStore
 from serving.redis_server import RedisServer
+from serving.roll_call import LIVES_SECONDS
 from serving.settings import GatewaySettings
 from serving.tiers.arena import ArenaTier
 from tests.serving.arenas import Worker
@@ -298,20 +299,24 @@ def test_what_is_at_an_arenas_path_is_told_without_changing_it(tmp_path: Path) -
 
 async def test_who_is_gone_without_a_word_is_forgotten(redis_url: str, namespace: str) -> None:
     names = (("m", "a"), ("m", "b"), ("n", "c"))
-    one, sibling, other = (Presence(redis_url, namespace, memory, name, lives=0.2) for memory, name in names)
+    one, sibling, other = (Presence(redis_url, namespace, memory, name) for memory, name in names)
     for each in (other, sibling, one):
         await each.exchange()
     assert (one.memories, one.speaks, sibling.speaks, other.speaks) == (2, True, True, True)
     await sibling.exchange()
     assert (sibling.memories, sibling.speaks) == (2, False)
-
-    async def alone() -> bool:
-        await sibling.exchange()
-        return (sibling.memories, sibling.speaks) == (1, True)
-
-    await until(alone, "the others to be forgotten")
+    redis = Redis.from_url(redis_url)
+    at = f"cachepilot:{{{namespace}}}:memories"
+    now = int((await redis.time())[0])
+    for member in (b"m a", b"n c"):
+        ends = (await redis.zscore(at, member) or 0.0) / 1000
+        assert 0 < ends - now <= LIVES_SECONDS + 1, "it is there for so long after it has said so"
+        await redis.zadd(at, {member: 1000.0 * (now - 1)})  # as if that were over
+    await sibling.exchange()
+    assert (sibling.memories, sibling.speaks) == (1, True)
     for each in (one, sibling, other):
         await each.close()
+    await redis.aclose()
 
 
 async def test_who_is_gone_is_forgotten_though_the_clock_of_redis_went_back(redis_url: str, namespace: str) -> None:
