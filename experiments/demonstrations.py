@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,12 +26,12 @@ from agents.hindsight import grid_settings, static_dollars
 from agents.imitation import Demonstrations
 from envs.action import ActionMap
 from envs.knob_batch import Floats, SpaceBatch
-from envs.lanes import Lanes
 from envs.observation import mask_of
 from envs.simulator.batch import use_threads
-from envs.task import FIXED, Scenario, Task
+from envs.task import Scenario, Task
 from experiments import suites
 from experiments.train_settings import TrainSettings, world_digest
+from experiments.walks import Walk, play_walks
 
 WARMUP_SHARE = 0.4
 """Warm-up of the first candidates, as a share of the most."""
@@ -152,13 +152,20 @@ def look_back(scenarios: Sequence[Scenario], task: Task, *, seed: int = 0) -> Hi
             length are not looked at, nothing is randomised.
         seed: Of the wandering.
     """
-    random = np.random.default_rng(seed)
-    paths = best_paths(scenarios, task)
-    walks = [
-        _walk(scenarios, paths, task, follow=follow, wander=wander, random=random)
-        for follow, wander in ((True, 0.0), (True, WANDER), (False, 0.0))
-    ]
-    columns = {name: np.concatenate([getattr(walk, name) for walk in walks]) for name in ("vectors", "wanted", "anchors")}
+    paths, last = _search(scenarios, task)
+    count = len(scenarios)
+    away = _wandering(seed, last, count)
+    walks = [Walk(number, path) for number, path in enumerate(paths)]
+    walks += [Walk(number, path, away=away[:, number]) for number, path in enumerate(paths)]
+    walks += [Walk(number, path, follow=False) for number, path in enumerate(paths)]
+    played = play_walks(scenarios, walks, task, observed=True)
+    # One walk after the other, each interval by interval.
+    order = np.lexsort((played.walk % count, played.interval, played.walk // count))
+    columns = {
+        "vectors": played.vectors[order],
+        "wanted": played.wanted[order].astype(np.float32),
+        "anchors": played.anchors[order].astype(np.float32),
+    }
     space = scenarios[0].config.space
     scale = np.array([space.size_steps, space.ttl_steps, space.warmup_steps], np.float32) - 1.0
     return Hindsight(**columns, scale=scale)
@@ -174,18 +181,33 @@ def best_paths(scenarios: Sequence[Scenario], task: Task) -> list[Floats]:
         scenarios: The scenarios.
         task: As of :func:`look_back`.
     """
-    replays = []
+    return _search(scenarios, task)[0]
+
+
+def _search(scenarios: Sequence[Scenario], task: Task) -> tuple[list[Floats], int]:
+    """Return the paths of :func:`best_paths`, and the most decisions that there are in a scenario."""
+    candidates: list[list[Floats]] = []
     for scenario in scenarios:
         settings = grid_settings(scenario.config.space, warmups=(0.0,))
-        replays.append((settings, static_dollars(scenario, settings)))
-    candidates = [
-        [_path(scenario, *replay, horizon) for scenario, replay in zip(scenarios, replays, strict=True)] for horizon in HORIZONS
-    ]
-    best, paid = _cheapest(scenarios, candidates, None, task)
-    for share in WARMUP_SHARES:
-        warmed = [_warmed(scenario, path, share) for scenario, path in zip(scenarios, best, strict=True)]
-        best, paid = _cheapest(scenarios, [warmed], (best, paid), task)
-    return best
+        dollars = static_dollars(scenario, settings)
+        candidates.append([_path(scenario, settings, dollars, horizon) for horizon in HORIZONS])
+    nothing = [np.empty(0)] * len(scenarios)
+    best, paid, intervals = _cheapest(scenarios, candidates, nothing, np.full(len(scenarios), np.inf), task)
+    warmed = [[_warmed(scenario, path, share) for share in WARMUP_SHARES] for scenario, path in zip(scenarios, best, strict=True)]
+    best, _, _ = _cheapest(scenarios, warmed, best, paid, task)
+    return best, intervals
+
+
+def _wandering(seed: int, intervals: int, count: int) -> Floats:
+    """Return what wandering adds in each interval of so many scenarios, grid steps, shape (intervals, count, 3)."""
+    random = np.random.default_rng(seed)
+    random.normal(0.0, 1.0, (intervals, count, 3))  # those of the first walk, which does not wander
+    drawn = WANDER * random.normal(0.0, 1.0, (intervals, count, 3))
+    away = np.zeros((count, 3))
+    for interval in range(intervals):
+        away = KEEP * away + drawn[interval]
+        drawn[interval] = away
+    return drawn
 
 
 def _warmed(scenario: Scenario, path: Floats, share: float | None) -> Floats:
@@ -218,59 +240,29 @@ def _path(scenario: Scenario, settings: Floats, dollars: Floats, horizon: int | 
 
 
 def _cheapest(
-    scenarios: Sequence[Scenario], candidates: Sequence[list[Floats]], known: tuple[list[Floats], Floats] | None, task: Task
-) -> tuple[list[Floats], Floats]:
-    """Play candidates; return each scenario's cheapest and what it cost, US dollars, shape (E,)."""
-    random = np.random.default_rng(0)
-    best, paid = known if known is not None else ([], np.full(len(scenarios), np.inf))
-    best = list(best) or [np.empty(0)] * len(scenarios)
-    for paths in candidates:
-        dollars = _walk(scenarios, paths, task, follow=True, wander=0.0, random=random).dollars
-        for lane in np.flatnonzero(dollars < paid).tolist():
-            best[lane] = paths[lane]
-        paid = np.minimum(paid, dollars)
-    return best, paid
+    scenarios: Sequence[Scenario], candidates: Sequence[Sequence[Floats]], best: Sequence[Floats], paid: Floats, task: Task
+) -> tuple[list[Floats], Floats, int]:
+    """Play each scenario's candidates; return its cheapest path, and what it cost, if that is less than the best so far.
 
+    Args:
+        scenarios: The scenarios.
+        candidates: Paths of each; of equally cheap ones the first counts. One that is there twice is played once.
+        best: The best path so far of each.
+        paid: What it cost, US dollars, shape (E,); a candidate is given up when it has come to as much.
+        task: As of :func:`look_back`.
 
-@dataclass(frozen=True)
-class _Walk:
-    vectors: npt.NDArray[np.float32]
-    wanted: npt.NDArray[np.float32]
-    anchors: npt.NDArray[np.float32]
-    dollars: Floats
-
-
-def _walk(
-    scenarios: Sequence[Scenario],
-    paths: Sequence[Floats],
-    task: Task,
-    *,
-    follow: bool,
-    wander: float,
-    random: np.random.Generator,
-) -> _Walk:
-    """Play scenarios side by side, along their paths or along the curve; return what was seen and wanted, and the costs."""
-    whole = replace(task, episode_length=1 << 30, reference="hold", randomise=FIXED, taped=True)
-    rng = np.random.default_rng(0)
-    episodes = [replace(whole, scenarios=lambda _, scenario=scenario: scenario).draw(rng) for scenario in scenarios]  # type: ignore[misc]
-    lanes = Lanes(whole, episodes)
-    spaces = SpaceBatch.of([scenario.config.space for scenario in scenarios])
-    away = np.zeros((len(scenarios), 3))
-    alive, dollars = np.ones(len(scenarios), bool), np.zeros(len(scenarios))
-    seen: list[tuple[npt.NDArray[np.float32], Floats, Floats]] = []
-    interval = 0
-    while True:
-        alive &= ~lanes.windows.over
-        if not alive.any():
-            vectors, positions, optima = (np.concatenate([part[column] for part in seen]) for column in range(3))
-            return _Walk(vectors, positions.astype(np.float32), optima.astype(np.float32), dollars)
-        wanted = np.array([path[min(interval, len(path) - 1)] for path in paths])
-        anchors = spaces.to_steps(lanes.anchors)
-        known = lanes.anchors_known & alive
-        seen.append((lanes.windows.vectors[known].copy(), wanted[known], anchors[known]))
-        away = KEEP * away + wander * random.normal(0.0, 1.0, away.shape)
-        # Through the action, which reaches only so far: the states should be those that the policy will meet.
-        actions = task.actions.inverse((wanted if follow else anchors) + away, anchors, spaces.scale)
-        windows = lanes.act(actions)
-        dollars += np.where(alive, windows.dollars[: len(scenarios)], 0.0)
-        interval += 1
+    Returns:
+        Paths, their costs, and the most decisions that a walk made.
+    """
+    walks = [
+        Walk(number, path, limit=paid[number])
+        for number, paths in enumerate(candidates)
+        for place, path in enumerate(paths)
+        if not any(np.array_equal(path, other) for other in paths[:place])
+    ]
+    played = play_walks(scenarios, walks, task)
+    found, least = list(best), paid.copy()
+    for walk, dollars in zip(walks, played.dollars.tolist(), strict=True):
+        if dollars < least[walk.scenario]:
+            found[walk.scenario], least[walk.scenario] = walk.path, dollars
+    return found, least, int(played.intervals.max())

@@ -316,7 +316,8 @@ _LEARNER = ("training.py", "imitation.py")
 def _world() -> Iterator[Path]:
     for package in ("serving", "envs"):
         yield from (ROOT / package).rglob("*.py")
-    yield from (ROOT / "experiments" / name for name in ("scenarios.py", "suites.py", "demonstrations.py"))
+    yield from (ROOT / "experiments" / name for name in ("scenarios.py", "suites.py", "demonstrations.py", "walks.py"))
+    yield from (ROOT / "agents" / name for name in ("hindsight.py", "schedules.py"))
 
 
 def _digest(sources: Iterable[Path]) -> str:

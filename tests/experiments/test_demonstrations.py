@@ -17,7 +17,8 @@ from envs.simulator import SimConfig
 from envs.task import Scenario, Task
 from envs.workloads import sessions
 from envs.workloads.patterns import add_releases
-from experiments.demonstrations import Hindsight, _walk, best_paths, look_back
+from experiments.demonstrations import Hindsight, best_paths, look_back
+from experiments.walks import Walk, play_walks
 from serving.knobs import KnobSpace
 
 SPACE = KnobSpace(min_size=1 << 14, max_size=1 << 20, min_ttl=60.0, max_ttl=36_000.0)
@@ -68,10 +69,7 @@ def test_the_path_is_played_no_dearer_than_the_best_static_setting() -> None:
     static = SPACES.to_steps(choices[dollars.sum(axis=1).argmin()][None])
     assert path.shape == (dollars.shape[1], 3)
     assert np.all((path >= 0) & (path <= SPACES.scale + 1e-9))
-    paid = [
-        _walk([each], [steps], TASK, follow=True, wander=0.0, random=np.random.default_rng(0)).dollars[0]
-        for steps in (path, static)
-    ]
+    paid = play_walks([each], [Walk(0, path), Walk(0, static)], TASK).dollars
     assert 0 < paid[0] <= paid[1]
 
 
