@@ -544,12 +544,13 @@ class TieredCache:
 
         writing = asyncio.ensure_future(put())
         try:
-            early = not (await asyncio.wait({writing}, timeout=STORE_FIRST_SECONDS))[0]
+            done, _ = await asyncio.wait({writing}, timeout=STORE_FIRST_SECONDS)
+            early = not done and not self._late(arm, since)
             if early:  # a store that is slow keeps nobody from it
                 self._remember(arm, entry)
             evicted, known = await writing
         except TierUnavailable:
-            if not early:
+            if not early and not self._late(arm, since):
                 self._remember(arm, entry)
             if self._coherence is not None:
                 with suppress(TierUnavailable):
@@ -569,6 +570,9 @@ class TieredCache:
         if self.neighbours is not None and entry.complete:
             self.neighbours.offer(arm, entry, known)
         return evicted
+
+    def _late(self, arm: str, since: int | None) -> bool:
+        return self._coherence is not None and self._coherence.late(arm, since)
 
     def _take_back(self, arm: str, entry: Entry) -> None:
         """Remove an entry from memory that was put there before the store had answered."""

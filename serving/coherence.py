@@ -73,6 +73,7 @@ class Coherence:
         self._doubts: dict[str, int] = {}  # how often there was one
         self._heard: dict[str, int] = {}  # last number of arms whose position is not known
         self._positions: dict[str, int] = {}  # number up to which all was heard
+        self._flushed: dict[str, int] = {}  # number of the last flush that was heard
         self._last: dict[str, int] = {}  # greatest number that the store has told, whatever was heard of those before it
 
     @property
@@ -92,6 +93,10 @@ class Coherence:
         """Note that the store has told of a removal by its number."""
         if number > self._last.get(arm, 0):
             self._last[arm] = number
+
+    def late(self, arm: str, since: int | None) -> bool:
+        """Whether a flush was heard that may cover what was asked for when that was the last removal known: the store knows."""
+        return since is not None and since < self._flushed.get(arm, 0)
 
     def usable(self, arm: str, key: bytes) -> bool:
         """Whether the memory tier's entry under that key may answer."""
@@ -147,6 +152,8 @@ class Coherence:
         """Put a change into effect in the memory tier."""
         arm, number = change.arm, change.removal
         self.learned(arm, number)
+        if change.kind == "flush" or not change.keys:
+            self._flushed[arm] = number
         keys = None if change.kind == "flush" else change.keys
         unless = change.written_at if change.kind == "put" else None
         position = self._positions.get(arm)

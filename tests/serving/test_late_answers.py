@@ -278,6 +278,36 @@ async def test_what_a_slow_store_refuses_in_the_end_leaves_memory(nodes: list[No
     assert not here.remembers(1)
 
 
+@pytest.mark.parametrize("store", ["slow", "away"])
+async def test_where_a_flush_was_heard_memory_gets_nothing_of_before_without_the_stores_word(
+    nodes: list[Node], store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.cache.STORE_FIRST_SECONDS", 0.0)
+    here, there = nodes
+    since = here.cache.last_removal(ARM)
+    await there.cache.outdate(ARM, {"tag": "red"})
+    coherence, last = here.cache._coherence, await there.store.removals(ARM)
+    assert coherence is not None
+    await until(lambda: coherence.position(ARM) == last, "the flush to be heard of")
+    kept: list[Entry] = []
+
+    def keep(arm: str, entry: Entry, *, known: int | None = None) -> int:
+        kept.append(entry)
+        return 0
+
+    monkeypatch.setattr(here.memory, "put_now", keep)
+    if store == "away":
+
+        async def away(*_: object, **__: object) -> tuple[int, int]:
+            raise TierUnavailable("away")
+
+        monkeypatch.setattr(here.store, "put_numbered", away)
+    await here.cache.put(ARM, described(1), now=0.0, since=since)
+    assert kept == []
+    await here.cache.put(ARM, described(1), now=0.0, since=here.cache.last_removal(ARM))
+    assert kept == [described(1)]
+
+
 async def test_what_was_removed_before_a_slow_store_said_that_it_has_it_leaves_memory(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
