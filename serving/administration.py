@@ -39,6 +39,7 @@ class Administration:
     async def stats(self) -> Mapping[str, Any]:
         """Return what the replica counts and holds; JSON-ready."""
         runtime = self._runtime
+        await runtime.fetcher.storing.all_arrived()
         arms: dict[str, Any] = {}
         for arm in runtime.names:
             tiers = await runtime.cache.stats(arm)
@@ -95,6 +96,7 @@ class Administration:
     async def flush(self, where: FlushWhere) -> int:
         """Remove the entries that match, from every tier of every replica; how many there were."""
         runtime, removed = self._runtime, 0
+        await runtime.fetcher.storing.all_arrived()
         for arm in runtime.names:
             if where.arm not in (None, arm):
                 continue
@@ -113,6 +115,7 @@ class Administration:
     async def _place(self, entry_id: str) -> tuple[str, bytes] | None:
         """The arm and key of an entry; the memory tier is looked through first, since it is at hand."""
         wanted = bytes.fromhex(entry_id)
+        await self._runtime.fetcher.storing.all_arrived()
 
         def match(step: list[Entry]) -> bytes | None:
             return next((head.key for head in step if head.key.startswith(wanted)), None)

@@ -6,15 +6,16 @@
 3. What is found is served: a hit, an answer by meaning, or one past its TTL that is refreshed in the background.
 4. Otherwise the request joins the flight of the same question, or of nearly the same, or starts one (:mod:`serving.flights`): the
    model is asked once, and its answer is recorded as it passes.
-5. When the client has its answer, the ghost, the hot set, the access log and the metrics are told.
+5. When the client's answer is on its way, the ghost, the hot set, the access log and the metrics are told.
 
 A client that goes away lets go of its flight; the upstream is given up when nobody else waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from serving import recording, sse, validators
@@ -67,6 +68,8 @@ class Exchange:
         arm: Its arm.
         at: When it arrived, seconds since the epoch.
         began: The same by ``time.perf_counter``.
+        took: Seconds from there to the answer's end, once that is given.
+        then: What is to be done when the answer is on its way.
     """
 
     scope: Scope
@@ -76,6 +79,12 @@ class Exchange:
     arm: str
     at: float
     began: float
+    took: float = 0.0
+    then: Callable[[], None] | None = None
+
+    def answered(self, then: Callable[[], None]) -> None:
+        """The whole answer is given: note the time, and what is left to do."""
+        self.took, self.then = time.perf_counter() - self.began, then
 
 
 class Answering:
@@ -115,17 +124,23 @@ class Answering:
         if found.entry is None or not await self._serve(x, found, found.entry):
             if found.forbidden:
                 await self._forbid(x)
-                return
-            try:
-                await unless_gone(receive, self._ask(x, found))
-            except Disconnected:
-                runtime.record(x.at, time.perf_counter() - x.began, x.inbound, x.arm, "left", CLIENT_LEFT, rule=found.rule)
+            else:
+                try:
+                    await unless_gone(receive, self._ask(x, found))
+                except Disconnected:
+                    runtime.record(x.at, time.perf_counter() - x.began, x.inbound, x.arm, "left", CLIENT_LEFT, rule=found.rule)
+                    return
+        try:
+            await asyncio.sleep(0)  # uvloop sends what was written at the end of a round: the client need not wait for the rest
+        finally:
+            if x.then is not None:
+                x.then()
 
     # -- from the cache ------------------------------------------------------------------------------------------------------
 
     async def _serve(self, x: Exchange, found: Lookup, entry: Entry) -> bool:
         """Answer with an entry; False where it cannot be given in the form that was asked for."""
-        runtime, inbound = self._runtime, x.inbound
+        inbound = x.inbound
         asked = inbound.asked
         validator, offset = "", 0
         if asked.stream:
@@ -141,12 +156,17 @@ class Answering:
             *_begins(inbound, validator, offset),
         ]  # fmt: skip
         await respond(x.send, 200, headers, body)
+        x.answered(lambda: self._served(x, found, entry))
+        return True
+
+    def _served(self, x: Exchange, found: Lookup, entry: Entry) -> None:
+        """The client has an entry: count it, and refresh it where it was past its TTL."""
+        runtime = self._runtime
         runtime.hit(x.arm, found)
         if found.revalidate:
             runtime.revalidate(x.arm, self._call(x, entry.vector or b""))
         self._record(x, found.outcome, found.rule, 200, entry=entry, found=found)
         self._settle(x, entry)
-        return True
 
     async def _stream_of(self, x: Exchange, entry: Entry) -> tuple[bytes | None, str, int]:
         """Return an entry as the stream that a client gets, or what it does not have yet; with its validator and the offset."""
@@ -188,7 +208,7 @@ class Answering:
         rule = Rule.ONLY_IF_CACHED.value
         headers = [JSON_TYPE, *self._headers(x, "miss", rule)]
         await respond(x.send, 504, headers, openai_error(message, "invalid_request_error", code=rule))
-        self._record(x, "miss", rule, 504)
+        x.answered(lambda: self._record(x, "miss", rule, 504))
 
     # -- from the model ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +306,7 @@ class Answering:
         if outcome == "collapsed" and flight.entry is not None and self._debug:
             headers.append(saved_tokens(flight.entry))
         await respond(x.send, head.status, headers, body)
-        self._given(x, found, call, reader, head, recorded, form)
+        x.answered(lambda: self._given(x, found, call, reader, head, recorded, form))
         return True
 
     async def _relay(
@@ -323,9 +343,9 @@ class Answering:
                 last = step.feed(last) + step.close()
         await x.send({"type": "http.response.body", "body": last})
         if reader.flight.state in ("complete", "cut"):
-            self._given(x, found, call, reader, head, reader.flight.body or b"", "sse")
+            x.answered(lambda: self._given(x, found, call, reader, head, reader.flight.body or b"", "sse"))
         else:
-            self._record(x, "miss", rule, 502, error=True)
+            x.answered(lambda: self._record(x, "miss", rule, 502, error=True))
 
     async def _fail(self, x: Exchange, found: Lookup, answer: UpstreamAnswer) -> None:
         """Answer where the model failed: with what is past its TTL if that is allowed, else with the error as it came."""
@@ -349,7 +369,7 @@ class Answering:
             *_passed(answer),
         ]
         await respond(x.send, answer.status, headers, answer.body)
-        self._record(x, outcome, found.rule, answer.status, error=True)
+        x.answered(lambda: self._record(x, outcome, found.rule, answer.status, error=True))
 
     def _how(self, found: Lookup, reader: Reader) -> tuple[str, str]:
         if not reader.leader or reader.flight.origin == "replica":
@@ -425,7 +445,7 @@ class Answering:
         error: bool = False,
     ) -> None:
         self._runtime.record(
-            x.at, time.perf_counter() - x.began, x.inbound, x.arm, "error" if error else _RECORDED[outcome], status, rule=rule,
+            x.at, x.took, x.inbound, x.arm, "error" if error else _RECORDED[outcome], status, rule=rule,
             entry=entry, tier=found.tier if found is not None else tier,
             age=found.age if found is not None else 0.0, stale=found.stale if found is not None else 0.0,
             similarity=found.similarity if found is not None else 0.0,

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from serving.gateway import Gateway
 
 APPLICATION = "cachepilot"
-SHARED_MEMORY = Path("/dev/shm")
 LOG_BYTES = 8 << 20
 """Bytes of a log after which a new one is begun; one older one is kept beside it."""
 
@@ -62,10 +61,12 @@ _RAYS_MARKS = (b":job_id:", b":actor_name:", b":task_name:")
 
 _HAPROXY = """#!/bin/sh
 # Ray Serve's HAProxy configuration listens on every interface with its statistics and metrics: keep them on loopback.
+# The gateway itself sees to clients that go away: told so, Ray starts no two tasks for each request to watch them as well.
 previous=
 for argument; do
   if [ "$previous" = "-f" ]; then
-    sed -i -E 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' "$argument"
+    sed -i -E -e 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' \
+      -e '/disconnect-disabled/d' -e '/^frontend http_frontend/a\\    http-request set-header {watched} ?1' "$argument"
   fi
   previous=$argument
 done
@@ -75,6 +76,9 @@ if command -v setpriv >/dev/null 2>&1; then
 fi
 exec {binary} "$@"
 """
+
+_WATCHED = "x-request-disconnect-disabled"
+"""Ray's header of requests whose clients it need not watch."""
 
 _BUSY = "Where other work keeps the machine busy, start it again when there is less of that"
 
@@ -306,14 +310,14 @@ def _temporary_arena(scratch: Path) -> Iterator[Path]:
 
     What processes that were killed have left there goes first.
     """
-    from serving.memory import in_use
+    from serving import memory
 
-    for left in SHARED_MEMORY.glob(_TEMPORARY.format(pid="*", rest="*")):
+    for left in memory.SHARED_MEMORY.glob(_TEMPORARY.format(pid="*", rest="*")):
         pid = left.name.split("-")[2]
-        if not (pid.isdecimal() and psutil.pid_exists(int(pid))) and not in_use(left / "arena"):
+        if not (pid.isdecimal() and psutil.pid_exists(int(pid))) and not memory.in_use(left / "arena"):
             shutil.rmtree(left, ignore_errors=True)  # another user's stays
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY.format(pid=os.getpid(), rest=""), dir=SHARED_MEMORY))
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY.format(pid=os.getpid(), rest=""), dir=memory.SHARED_MEMORY))
     except OSError:
         folder = scratch
     try:
@@ -374,7 +378,7 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         return common
     sockets = scratch / "h"  # Ray adds its node id, 56 characters of the 97 that HAProxy allows
     wrapper = scratch / "haproxy"
-    wrapper.write_text(_HAPROXY.format(binary=shlex.quote(binary)), encoding="utf-8")
+    wrapper.write_text(_HAPROXY.format(binary=shlex.quote(binary), watched=_WATCHED), encoding="utf-8")
     wrapper.chmod(0o700)
     return {
         **common,

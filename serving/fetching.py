@@ -26,6 +26,7 @@ from serving.keys import Endpoint
 from serving.metrics import GatewayMetrics
 from serving.policy import Asked, entry_ttl
 from serving.settings import GatewaySettings
+from serving.storing import ROUNDS, Storing
 from serving.tiers.base import Entry, EntryMeta, Form
 from serving.turns import Overloaded
 from serving.upstream import JSON, MOST_TOKENS, Interrupted, Upstream, UpstreamAnswer, overloaded
@@ -33,7 +34,7 @@ from serving.upstream import JSON, MOST_TOKENS, Interrupted, Upstream, UpstreamA
 _log = logging.getLogger(__name__)
 
 STORE_SECONDS = 0.05
-"""How long an answer waits for being stored, so that its client's next request finds it; a slow store does not keep it."""
+"""How long a request waits for the answer before it to be stored, so that it finds it; a slow store does not keep it."""
 
 PARTIAL_SECONDS = 600.0
 """How long a stream that broke off is kept for a client that comes back."""
@@ -88,6 +89,9 @@ class Fetcher:
         meaning: Gives texts their embeddings.
         metrics: Where tokens, errors and refusals are counted.
         clock: Seconds since the epoch.
+
+    Attributes:
+        storing: The answers that are being stored.
     """
 
     def __init__(
@@ -104,11 +108,13 @@ class Fetcher:
         self._settings, self._upstream, self._cache, self._flights = settings, upstream, cache, flights
         self._meaning, self._metrics, self._clock = meaning, metrics, clock
         self._admission = AdmissionRules(**settings.admission.model_dump())
-        self._writing: set[asyncio.Task[None]] = set()
+        self.storing = Storing(STORE_SECONDS)
+        # Of several replicas another one may be asked next, and knows nothing of what is under way here.
+        self._store_first = settings.replicas > 1
 
     async def close(self) -> None:
         """Wait for answers that are being stored."""
-        await asyncio.gather(*self._writing, return_exceptions=True)
+        await self.storing.close()
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
@@ -158,6 +164,8 @@ class Fetcher:
                 await self._stream(flight, arm, call, cause, since, keep=keep)
             else:
                 await self._whole(flight, arm, call, cause, since, keep=keep)
+            # Its readers have it; a flush has to find it among what is under way until it is stored.
+            await self.storing.arrived(arm, flight.key)
 
         return produce
 
@@ -226,6 +234,7 @@ class Fetcher:
                 await reader.body()
             except RuntimeError as error:
                 _log.debug("a refresh in arm %s failed: %s", arm, error)
+        await self.storing.arrived(arm, key)
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -360,19 +369,18 @@ class Fetcher:
         return store.charged(entry) if store is not None else entry
 
     async def _keep(self, flight: Flight, arm: str, entry: Entry, since: int | None) -> None:
-        """Store what a flight became, unless a flush came while it was under way: after the removal that was known before."""
+        """Begin to store what a flight became, unless a flush came while it was under way: after the removal known before."""
         if flight.outdated:
             return
         flight.entry = entry
-        if self._cache.store is None:
-            await self._put(arm, entry, since)
-            return
-        task = asyncio.create_task(self._put(arm, entry, since), name="store-answer")
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
-        await asyncio.wait({task}, timeout=STORE_SECONDS)
+        rounds = 0 if self._store_first else ROUNDS
+        self.storing.begin(arm, entry.key, entry.context, lambda: self._put(flight, arm, entry, since), rounds=rounds)
+        if self._store_first:
+            await self.storing.arrived(arm, entry.key)
 
-    async def _put(self, arm: str, entry: Entry, since: int | None) -> None:
+    async def _put(self, flight: Flight, arm: str, entry: Entry, since: int | None) -> None:
+        if flight.outdated:
+            return
         try:
             await self._cache.put(arm, entry, now=entry.written_at, since=since)
         except Exception:  # noqa: BLE001 - an answer that cannot be kept is given all the same

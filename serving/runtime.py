@@ -218,9 +218,7 @@ class Runtime:
         self._tasks.clear()
         for warmer in self.warmers.values():
             await warmer.close()
-        for task in self._revalidating.values():
-            task.cancel()
-        await asyncio.gather(*self._revalidating.values(), return_exceptions=True)
+        await end(self._revalidating.values())
         if hasattr(self, "fetcher"):
             await self.flights.close()
             await self.fetcher.close()
@@ -343,7 +341,9 @@ class Runtime:
         return bool(inbound.fp.text) and inbound.asked.directives.by_meaning and not inbound.resume
 
     def lookup_now(self, arm: str, asked: Asked, now: float) -> Lookup | None:
-        """Find an exact hit in memory, without awaiting; counts it as looked up."""
+        """Find an exact hit in memory, without awaiting; counts it as looked up. None also while the key is being stored."""
+        if self.fetcher.storing.under_way(arm, asked.fp.key):
+            return None
         found = self.cache.lookup_now(arm, asked, now=now)
         if found is not None:
             self.metrics.count("cachepilot_cacheable_lookups_total", arm)
@@ -354,6 +354,7 @@ class Runtime:
         asked, by_meaning = inbound.asked, self.meaning.enabled and self.by_meaning(inbound)
         if not by_meaning and asked.fp.text and self.meaning.enabled:
             asked = replace(asked, directives=replace(asked.directives, max_error=0.0))
+        await self.fetcher.storing.arrived(arm, asked.fp.key, asked.fp.context if by_meaning else b"")
         if not (asked.directives.no_store or asked.directives.no_cache):
             self.metrics.count("cachepilot_cacheable_lookups_total", arm)
         found = await self.cache.lookup(
@@ -493,6 +494,7 @@ class Runtime:
 
     async def flush(self) -> None:
         """Apply the feed to ghosts and hot sets, export every metric."""
+        await self.fetcher.storing.all_arrived()
         await self._digest()
         metrics = self.metrics
         for arm in self.names:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from serving import app
+from serving import app, memory
 from serving.tiers.arena import ArenaTier
 
 
 def test_it_goes_with_its_context_and_takes_along_what_killed_processes_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     dead = f"cachepilot-of-{gone.pid}"
@@ -36,7 +36,7 @@ def test_it_goes_with_its_context_and_takes_along_what_killed_processes_left(
 
 
 def test_it_is_in_the_scratch_folder_where_there_is_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "SHARED_MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path / "nowhere")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with app._temporary_arena(scratch) as path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serving import app
+from serving import app, memory
 from serving.settings import GatewaySettings
 
 
@@ -24,7 +24,7 @@ def _start_with_a_ray_that_times_out(folder: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
         patched.setattr(ray, "init", times_out)
-        patched.setattr(app, "SHARED_MEMORY", folder)
+        patched.setattr(memory, "SHARED_MEMORY", folder)
         patched.setattr(app, "_short_temporary", lambda: str(folder))
         try:
             stack.enter_context(app.start(GatewaySettings.model_validate({"port": 0, "metrics_port": 0})))

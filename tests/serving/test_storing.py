@@ -1,0 +1,79 @@
+"""Answers that are being stored: whoever may be answered by one waits for it, and nobody waits for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from serving.storing import Storing
+
+KEY, OTHER, CONTEXT = b"k" * 32, b"o" * 32, b"c" * 32
+
+
+def held(gate: asyncio.Event) -> Callable[[], Awaitable[None]]:
+    """A store that answers when it is let."""
+
+    async def store() -> None:
+        await gate.wait()
+
+    return store
+
+
+async def test_who_asks_for_the_key_or_in_its_context_waits_and_nobody_else_does() -> None:
+    storing, gate = Storing(60.0), asyncio.Event()
+    storing.begin("arm", KEY, CONTEXT, held(gate))
+    assert storing.under_way("arm", KEY)
+    assert not storing.under_way("other", KEY)
+    waiting = [
+        asyncio.create_task(storing.arrived("arm", KEY)),
+        asyncio.create_task(storing.arrived("arm", OTHER, CONTEXT)),
+        asyncio.create_task(storing.all_arrived()),
+    ]
+    await storing.arrived("arm", OTHER)
+    await storing.arrived("other", KEY, CONTEXT)
+    assert not any(task.done() for task in waiting)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert not storing.under_way("arm", KEY)
+    assert len(storing) == 0
+
+
+async def test_a_slow_store_keeps_nobody() -> None:
+    storing, gate = Storing(0.0), asyncio.Event()
+    storing.begin("arm", KEY, b"", held(gate))
+    await storing.arrived("arm", KEY)
+    assert storing.under_way("arm", KEY)
+    gate.set()
+    await storing.close()
+    assert len(storing) == 0
+
+
+async def test_of_two_answers_to_a_key_the_newer_is_waited_for() -> None:
+    storing, first, second = Storing(60.0), asyncio.Event(), asyncio.Event()
+    storing.begin("arm", KEY, b"", held(first))
+    storing.begin("arm", KEY, b"", held(second))
+    first.set()
+    waiting = asyncio.create_task(storing.arrived("arm", KEY))
+    while len(storing) > 1:
+        await asyncio.sleep(0)
+    assert storing.under_way("arm", KEY)
+    assert not waiting.done()
+    second.set()
+    await waiting
+    assert not storing.under_way("arm", KEY)
+
+
+async def test_the_answer_goes_first() -> None:
+    storing, order = Storing(60.0), list[str]()
+
+    async def store() -> None:
+        order.append("stored")
+
+    async def answer() -> None:
+        order.append("answered")
+
+    storing.begin("arm", KEY, b"", store, rounds=1)
+    answering = asyncio.create_task(answer())
+    await storing.arrived("arm", KEY)
+    await answering
+    assert order == ["answered", "stored"]
