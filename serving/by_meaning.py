@@ -19,6 +19,7 @@ import numpy as np
 
 from serving.cache import Judge
 from serving.embedding import DIMENSIONS, Embedder, EmbeddingUnavailable
+from serving.ending import end
 from serving.flights import Flight
 from serving.lookup import ACCEPTANCE
 from serving.meaning.acceptance import Acceptance
@@ -95,10 +96,7 @@ class ByMeaning:
 
     async def close(self) -> None:
         """Stop the background work; harmless when not opened."""
-        tasks = [*self._verifying, *([self._fitting] if self._fitting is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end([*self._verifying, *([self._fitting] if self._fitting is not None else [])])
         if self.embedder is not None:
             await self.embedder.close()
 

@@ -142,12 +142,6 @@ def tail(stream: bytes, events: int) -> bytes:
     return skip.feed(stream) + skip.close()
 
 
-def numbered(stream: bytes, *, first: int = 1) -> bytes:
-    """Return the stream with an ``id`` in each event: the number of the event in the stream, ``first`` for the first one here."""
-    numbers = Numbers(first)
-    return numbers.feed(stream) + numbers.close()
-
-
 class Skip:
     """Passes on what follows the first events of a stream that comes in pieces.
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from serving.ending import end
 from serving.tiers.base import EntryMeta, TierUnavailable
 from serving.tiers.vector import UsearchStore, VectorTier
 from serving.tiers.vector_store import Neighbour, VectorItem, VectorStore
@@ -109,8 +110,7 @@ class VectorIndex:
         """Give up what waits and close the store."""
         self._waiting.clear()
         if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
+            await end([self._worker])
         await self.store.close()
 
     def _tell(self, change: _Change) -> None:

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from serving.cache import TieredCache
+from serving.ending import end
 from serving.hotset import HotSet, WarmupRules
 from serving.keys import Fingerprint
 
@@ -236,9 +237,7 @@ class Warmer:
 
     async def close(self) -> None:
         """Give up the refreshes that are under way."""
-        for task in self._running.values():
-            task.cancel()
-        await self.drain()
+        await end(self._running.values())
 
     def _forget_coldest(self, size: int) -> None:
         """Make room for ``size`` bytes: the coldest requests go, of equally cold ones the oldest."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.sse import Event, EventParser, Numbers, Skip, count, events, numbered, tail, whole
+from serving.sse import Event, EventParser, Numbers, Skip, count, events, tail, whole
 
 # What the format is made of, and what is none of it, in any order.
 _TOKENS = [
@@ -92,7 +92,8 @@ def test_numbers_are_written_into_each_event_and_change_nothing_else(cut: tuple[
     stream, pieces = cut
     numbers = Numbers()
     written = b"".join(map(numbers.feed, pieces)) + numbers.close()
-    assert written == numbered(stream)
+    whole_at_once = Numbers()
+    assert written == whole_at_once.feed(stream) + whole_at_once.close()
     before, after = events(stream), events(written)
     assert [(event.data, event.event) for event in after] == [(event.data, event.event) for event in before]
     assert [event.id for event in after] == [str(number + 1) for number in range(len(before))]
@@ -100,7 +101,7 @@ def test_numbers_are_written_into_each_event_and_change_nothing_else(cut: tuple[
 
 def test_a_comment_before_an_event_does_not_carry_its_number_ahead() -> None:
     # The client would take the number for one of an event that it has received.
-    assert numbered(b": ping\n\ndata: a\n\n") == b": ping\n\ndata: a\nid: 1\n\n"
+    assert Numbers().feed(b": ping\n\ndata: a\n\n") == b": ping\n\ndata: a\nid: 1\n\n"
 
 
 def test_an_event_is_told_as_soon_as_its_blank_line_is_there() -> None:
