@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from typing import Literal
 
 import aiohttp
 import numpy as np
@@ -214,59 +215,57 @@ class _Run:
         self._begin = 0.0
         self._refused = 0
         self._broken: BaseException | None = None
+        self._given_up = asyncio.Event()
 
     async def go(self) -> ReplayResult:
         started_at = time.time()
         self._begin = time.perf_counter()
         full = 0
-        stopping = asyncio.create_task(self._stopped())
+        over = {asyncio.create_task(event.wait()) for event in (self._stop, self._given_up)}
         try:
             for row, due in enumerate(self._trace.time.tolist()):
                 wait = due - self._now()
                 # Even without a wait the loop gets its turn, or the requests of a burst would all be sent before any is answered.
-                await asyncio.wait({stopping}, timeout=max(wait, 0.0))
-                if self._stop.is_set() or self._hopeless:
+                await asyncio.wait(over, timeout=max(wait, 0.0), return_when=asyncio.FIRST_COMPLETED)
+                if self._over:
                     break
                 if self._room.locked():
                     full += 1
-                    if not await self._acquire(stopping):
+                    if not await self._acquire(over):
                         break
                 else:
                     await self._room.acquire()
                 task = asyncio.create_task(self._send(row, due))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
-            while self._tasks and not self._stop.is_set() and not self._hopeless:
-                await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            while self._tasks and not self._over:
+                await asyncio.wait({*over, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopping.cancel()
-            left = list(self._tasks)
-            for task in left:
-                task.cancel()
+            left = [*over, *self._tasks]
+            for each in left:
+                each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
         if self._broken is not None:
             raise self._broken
         return self._result(started_at, full)
 
     @property
-    def _hopeless(self) -> bool:
-        """Whether the rest need not be sent."""
-        return self._broken is not None or (self._refused == len(self._done) >= REFUSED_AT_FIRST)
-
-    async def _stopped(self) -> None:
-        await self._stop.wait()
+    def _over(self) -> bool:
+        """Whether the rest is not to be sent: told so, or given up."""
+        return self._stop.is_set() or self._given_up.is_set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._broken = task.exception()  # a failing on_result is the caller's error, not a failed request
+            self._given_up.set()
 
-    async def _acquire(self, stopping: asyncio.Task[None]) -> bool:
-        """Wait for room; False if told to stop first."""
-        room: asyncio.Task[object] = asyncio.create_task(self._room.acquire())
-        await asyncio.wait({stopping, room}, return_when=asyncio.FIRST_COMPLETED)
+    async def _acquire(self, over: set[asyncio.Task[Literal[True]]]) -> bool:
+        """Wait for room; False if it is over first."""
+        room = asyncio.create_task(self._room.acquire())
+        await asyncio.wait({*over, room}, return_when=asyncio.FIRST_COMPLETED)
         if room.done():
-            return not self._stop.is_set()
+            return not self._over
         room.cancel()
         return False
 
@@ -291,6 +290,8 @@ class _Run:
         result = ReplayedRequest(row, due, sent, self._now() - sent, status, cache, tier, arm, error)
         self._done.append(result)
         self._refused += status == 401
+        if self._refused == len(self._done) >= REFUSED_AT_FIRST:
+            self._given_up.set()
         if self._on_result is not None:
             self._on_result(result)
 

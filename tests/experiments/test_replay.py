@@ -144,8 +144,9 @@ async def test_a_gateway_that_lets_nobody_in_is_an_error_that_says_how_to_get_in
     with pytest.raises(ReplayError, match=rf"answered all of 2 requests with 401.*{way_out}"):
         await replay(make_trace([0.0, 0.01]), served.url, model="m", api_key=key)
     served.asked.clear()
+    times = [*np.linspace(0, 1, 200), 5000.0]
     with pytest.raises(ReplayError, match=way_out) as raised:
-        await replay(make_trace([*np.linspace(0, 1, 200), 5000.0]), served.url, model="m", api_key=key)
+        await replay(make_trace(times), served.url, model="m", api_key=key, max_inflight=5)
     assert "wrong" not in str(raised.value)
     assert len(served.asked) < 200  # the rest would have been no better
 
@@ -190,12 +191,21 @@ async def test_a_cancelled_replay_leaves_nothing_running(served):
     assert len(asyncio.all_tasks()) < len(before)
 
 
-async def test_an_error_of_the_caller_is_raised(served):
+@pytest.mark.parametrize("times", [[0.0, 0.01, 5000.0], [0.0, 5000.0], [0.0]])
+async def test_an_error_of_the_caller_is_raised_at_once_though_the_next_request_is_due_much_later(served, times):
     def fail(_):
         raise RuntimeError("the display broke")
 
     with pytest.raises(RuntimeError, match="the display broke"):
-        await replay(make_trace([0.0, 0.01, 5000.0]), served.url, model="m", on_result=fail)
+        async with asyncio.timeout(60):
+            await replay(make_trace(times), served.url, model="m", on_result=fail)
+
+
+async def test_a_replay_that_is_let_in_nowhere_ends_at_once_though_the_next_request_is_due_much_later(served):
+    served.statuses = dict.fromkeys(range(400), 401)
+    with pytest.raises(ReplayError, match="answered all of 20 requests with 401"):
+        async with asyncio.timeout(60):
+            await replay(make_trace([*np.zeros(20), 5000.0]), served.url, model="m")
 
 
 async def test_an_empty_trace_sends_nothing(served):
