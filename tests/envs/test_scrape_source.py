@@ -216,7 +216,7 @@ def test_a_target_that_hangs_is_given_up_and_the_others_are_read(exporter: Expor
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        with scraper([address, exporter.url], clock, timeout=0.2) as source:
+        with scraper([address, exporter.url], clock, timeout=1.0) as source:
             assert source.latest(METRIC) == {(): 0.0}
             hung = next(target for target in source.targets() if not target.up)
             assert address in hung.url
@@ -298,7 +298,7 @@ def test_a_target_that_sends_a_little_now_and_then_is_given_up_at_the_deadline(c
         end.start()
         try:
             with pytest.raises(SourceUnavailable, match="not complete within"):
-                scraper(f"http://127.0.0.1:{server.server_port}/metrics", clock, timeout=0.3)
+                scraper(f"http://127.0.0.1:{server.server_port}/metrics", clock, timeout=1.0)
         finally:
             end.cancel()
             given_up.set()

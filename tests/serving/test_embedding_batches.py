@@ -50,7 +50,7 @@ async def test_texts_that_arrive_together_are_computed_together(embedder: Embedd
 
 
 async def test_a_deadline_that_passes_says_so_and_spares_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    embedder = Embedder(deadline=0.05)
+    embedder = Embedder(deadline=0.5)
     release, asked = threading.Event(), []
 
     def slow(texts: list[str]) -> np.ndarray[tuple[int, int], np.dtype[np.int8]]:
