@@ -114,10 +114,12 @@ class Upstream:
         # The other deadlines are ours: aiohttp's do not know a first byte. limit=0: the turns decide how many calls run at once.
         timeout = aiohttp.ClientTimeout(total=None, connect=self._settings.connect_timeout)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True)
+        # What the model's server would have one client send again is not for the calls of the others.
+        cookies = aiohttp.DummyCookieJar()
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True, cookie_jar=cookies)
         # A server that closes one idle connection closes the others as well: a second try gets a connection of its own.
         fresh = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._again = aiohttp.ClientSession(connector=fresh, timeout=timeout, auto_decompress=True)
+        self._again = aiohttp.ClientSession(connector=fresh, timeout=timeout, auto_decompress=True, cookie_jar=cookies)
 
     async def close(self) -> None:
         """Close the pool."""

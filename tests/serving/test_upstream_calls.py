@@ -298,6 +298,27 @@ async def test_redirects_are_passed_on_not_followed() -> None:
         assert (await client.call(CHAT, b"{}", HEADERS)).status == 307
 
 
+async def test_a_cookie_that_came_with_one_clients_answer_goes_with_no_others_call() -> None:
+    sent: list[str | None] = []
+
+    async def answering(server: Server, request: web.Request) -> web.StreamResponse:
+        sent.append(request.headers.get("cookie"))
+        response = web.json_response({})
+        response.set_cookie("session", "of the first")
+        return response
+
+    async with upstream(answering) as (_, server):
+        named = server.url.replace("127.0.0.1", "localhost")  # a host that is a number gets no cookies in any case
+        client = Upstream(UpstreamSettings(base_url=named))
+        await client.open()
+        try:
+            for _ in range(2):
+                assert (await client.call(CHAT, b"{}", HEADERS)).ok
+        finally:
+            await client.close()
+    assert sent == [None, None]
+
+
 async def test_compressed_answers_arrive_as_text() -> None:
     async def packed(server: Server, request: web.Request) -> web.StreamResponse:
         response = web.json_response({"text": "a" * 5000})
