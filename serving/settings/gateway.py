@@ -95,6 +95,7 @@ class GatewaySettings(Settings):
                 f"redis_url: expected a Redis URL, since {self.replicas} replicas share one cache; got null "
                 "(the Redis that `cachepilot serve` brings is for one: start a redis-server and name it)"
             )
+        self._secured()
         if self.neighbours.listen is not None and not self.memory.shared:
             raise ValueError("neighbours.listen: expected memory.shared, since what neighbours read is the arena; got false")
         if self.neighbours.listen is not None and self.redis_url is None:
@@ -102,6 +103,16 @@ class GatewaySettings(Settings):
         if self.neighbours.listen is not None and self.storage.encryption_key is not None:
             raise ValueError("neighbours.listen: expected no storage.encryption_key, since entries go to neighbours in the clear")
         return self
+
+    def _secured(self) -> None:
+        storage = self.storage
+        given = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(storage, name) is not None]
+        if given and self.redis_url is not None and urlsplit(self.redis_url).scheme != "rediss":
+            raise ValueError(
+                f"redis_url: expected rediss://, since storage.{' and '.join(given)} is given; got {urlsplit(self.redis_url).scheme}://"
+            )
+        if storage.tls_key is not None and storage.tls_cert is None:
+            raise ValueError("storage.tls_cert: expected the certificate of storage.tls_key, got null")
 
     @property
     def shares(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,30 @@ def test_a_file_that_is_not_a_mapping_is_named(tmp_path: Path) -> None:
 def test_a_name_under_a_value_is_refused() -> None:
     with pytest.raises(ValueError, match=r"port\.x: port is given as a value already"):
         settings_from_args({"port": "1", "port.x": "2"})
+
+
+@pytest.mark.parametrize(
+    ("storage", "url", "words"),
+    [
+        (
+            {"tls_ca": "/ca"},
+            "redis://:sesame@host",
+            r"redis_url: expected rediss://, since storage\.tls_ca is given; got redis://$",
+        ),
+        ({"tls_cert": "/c", "tls_key": "/k"}, "unix:///sock", r"since storage\.tls_cert and tls_key is given; got unix://$"),
+        ({"tls_key": "/k"}, "rediss://host", r"storage\.tls_cert: expected the certificate of storage\.tls_key, got null"),
+    ],
+)
+def test_certificates_that_no_connection_would_use_are_refused(storage: dict[str, str], url: str, words: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        GatewaySettings.model_validate({"storage": storage, "redis_url": url})
+    (error,) = refused.value.errors()
+    assert re.search(words, error["msg"])
+    assert "sesame" not in error["msg"]
+
+
+def test_certificates_of_an_embedded_redis_are_not_needed_nor_refused() -> None:
+    GatewaySettings.model_validate({"storage": {"tls_ca": "/ca"}})
+    GatewaySettings.model_validate(
+        {"storage": {"tls_ca": "/ca", "tls_cert": "/c", "tls_key": "/k"}, "redis_url": "rediss://host"}
+    )
