@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import pytest
+
+from serving import fetching
 from serving.storing import Storing
+from tests.serving.gateways import Model, gateway
 
 KEY, OTHER, CONTEXT = b"k" * 32, b"o" * 32, b"c" * 32
 
@@ -77,3 +82,41 @@ async def test_the_answer_goes_first() -> None:
     await storing.arrived("arm", KEY)
     await answering
     assert order == ["answered", "stored"]
+
+
+async def test_an_answer_is_given_before_it_is_stored_and_who_asks_next_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "STORE_SECONDS", 60.0)
+    model, gate, waits = Model(), asyncio.Event(), asyncio.Event()
+    async with gateway(model) as client:
+        runtime = client.gateway.runtime
+        put, arrived = runtime.cache.put, runtime.fetcher.storing.arrived
+
+        async def late(*args: Any, **named: Any) -> int:
+            await gate.wait()
+            return await put(*args, **named)
+
+        async def told(*args: Any) -> None:
+            waits.set()
+            await arrived(*args)
+
+        monkeypatch.setattr(runtime.cache, "put", late)
+        monkeypatch.setattr(runtime.fetcher.storing, "arrived", told)
+        assert (await client.ask("hello")).cache == "MISS"
+        waits.clear()
+        asking = asyncio.create_task(client.ask("hello"))
+        await waits.wait()
+        gate.set()
+        assert (await asking).cache == "HIT"
+    assert len(model.asked) == 1
+
+
+async def test_an_answer_that_is_not_stored_yet_at_a_flush_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "STORE_SECONDS", 60.0)
+    monkeypatch.setattr(fetching, "ROUNDS", 10_000)
+    async with gateway(Model()) as client:
+        storing = client.gateway.runtime.fetcher.storing
+        assert (await client.ask("hello")).cache == "MISS"
+        assert len(storing) == 1
+        await client.gateway.runtime.cache.flush("control")
+        await storing.all_arrived()
+        assert (await client.ask("hello")).cache == "MISS"
