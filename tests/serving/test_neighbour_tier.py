@@ -271,7 +271,7 @@ async def test_what_is_offered_is_in_the_owners_arena_and_counted(tmp_path: Path
 
 
 async def test_a_full_inbox_drops_and_counts_and_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "OFFER_SECONDS", 0.2)
+    monkeypatch.setattr(peer, "OFFER_SECONDS", 1.0)
     async with owner(tmp_path / "arena", inbox_slots=8) as (_, serving):
         monkeypatch.setattr("serving.neighbours.inbox.Inbox.take", lambda self, most, now: ([], False))
         there = address(serving)

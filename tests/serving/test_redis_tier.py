@@ -322,7 +322,7 @@ async def test_many_calls_at_once_are_all_answered(redis_url: str, namespace: st
 async def test_with_all_connections_busy_a_call_is_unavailable_by_its_deadline_and_works_again(
     redis_url: str, namespace: str
 ) -> None:
-    tier = RedisTier(redis_url, namespace, failures=1_000, max_connections=2, read_deadline=0.05, write_deadline=0.1)
+    tier = RedisTier(redis_url, namespace, failures=1_000, max_connections=2, read_deadline=5, write_deadline=5)
     await tier.resize("a", 10_000)
     await tier.put("a", entry(1))
     name = f"cachepilot:{{{namespace}}}:nothing"
@@ -333,6 +333,8 @@ async def test_with_all_connections_busy_a_call_is_unavailable_by_its_deadline_a
 
     busy = [asyncio.create_task(wait_for_nothing()) for _ in range(2)]
     await until(lambda: len(pool._in_use_connections) == 2, "every connection to be taken")
+    tier._read_deadline, tier._write_deadline = 0.05, 0.1  # what comes before is not to fail of them
+    pool.timeout = 0.1  # type: ignore[attr-defined]
     async with asyncio.timeout(20):  # far beyond the deadlines, and far below waiting for ever
         for call in (
             lambda: tier.get("a", key(1)), lambda: tier.get("a", key(1), touch=False), lambda: tier.put("a", entry(2)),
@@ -345,6 +347,7 @@ async def test_with_all_connections_busy_a_call_is_unavailable_by_its_deadline_a
     for task in busy:
         task.cancel()
     await asyncio.gather(*busy, return_exceptions=True)
+    tier._read_deadline = 5
     assert len(pool._in_use_connections) == 0, "none is lost by the calls that were given up"
 
     async def answered() -> bool:
