@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -368,6 +370,90 @@ async def test_a_flush_that_begins_at_the_node_itself_takes_what_it_put_while_th
     assert not here.remembers(1)
     here.store.removals = removals  # type: ignore[method-assign]
     await until(lambda: here.memory.mark_now(ARM) > 0, "memory to be compared")
+
+
+_operation = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 1), st.integers(0, 3)),
+    st.tuples(st.just("land"), st.integers(0, 1), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["flush all", "flush red", "flush blue", "withdraw", "look"]), st.integers(0, 1), st.integers(0, 3)
+    ),
+    st.tuples(st.sampled_from(["lose", "deafen", "hear"]), st.integers(0, 1), st.just(0)),
+)
+_names_of_runs = iter(range(1_000_000))
+
+
+def of(number: int, asked: int) -> Entry:
+    """The answer to a question, which says when it was asked: two questions are red, two blue."""
+    meta = EntryMeta(tags=("red" if number % 2 else "blue",))
+    return replace(entry(number, written_at=float(asked)), meta=meta.dump())
+
+
+async def flush(node: Node, tag: str) -> None:
+    """As operators do it (:mod:`serving.administration`)."""
+    await node.cache.outdate(ARM, {"tag": tag})
+    where = FlushWhere(tag=tag)
+    found = [head.key async for step in node.cache.heads(ARM) for head in step if where.matches(ARM, EntryMeta.load(head.meta))]
+    await node.cache.delete_many(ARM, found)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=st.lists(_operation, min_size=5, max_size=40))
+async def test_nothing_answers_that_was_asked_for_before_a_flush_that_covers_it_whatever_happens(
+    redis_url: str, tmp_path: Path, operations: list[tuple[str, int, int]]
+) -> None:
+    """Two nodes, either of which may hear of nothing for a while, ask, flush and put what they asked for in any order."""
+    folder = tmp_path / str(next(_names_of_runs))
+    folder.mkdir()
+    nodes = [Node(folder / name, redis_url, f"late-{os.getpid()}-{folder.name}") for name in ("here", "there")]
+    heard: list[Any] = [node.cache._changed for node in nodes]
+    missed: list[list[Change]] = [[], []]
+    under_way: list[tuple[Node, int | None, Entry]] = []
+    flushed = dict.fromkeys(range(4), -1)
+    for node in nodes:
+        await node.start()
+    for at, (name, which, number) in enumerate(operations):
+        node = nodes[which]
+        if name == "ask":
+            under_way.append((node, node.cache.last_removal(ARM), of(number, at)))
+        elif name == "land" and under_way:
+            asker, since, answer = under_way.pop(number % len(under_way))
+            await asker.cache.put(ARM, answer, now=answer.written_at, since=since)
+        elif name == "look":
+            await node.cache.lookup(ARM, request(number), now=float(at))
+        elif name == "withdraw":
+            await node.cache.withdraw(ARM, key(number))
+            flushed[number] = at
+        elif name == "flush all":
+            await node.cache.flush(ARM)
+            flushed = dict.fromkeys(flushed, at)
+        elif name.startswith("flush"):
+            await flush(node, name.removeprefix("flush "))
+            flushed |= {each: at for each in flushed if (each % 2 == 1) == (name == "flush red")}
+        elif name == "lose":
+            await node.store._redis.delete(*node.store._keys(ARM))
+        elif name == "deafen":
+            node.cache._changed = missed[which].append  # type: ignore[method-assign,assignment]
+        elif name == "hear":
+            node.cache._changed = heard[which]  # type: ignore[method-assign]
+            for change in missed[which]:
+                heard[which](change)
+            missed[which].clear()
+    for which, node in enumerate(nodes):
+        node.cache._changed = heard[which]  # type: ignore[method-assign]
+        for change in missed[which]:
+            heard[which](change)
+    for asker, since, answer in under_way:
+        await asker.cache.put(ARM, answer, now=answer.written_at, since=since)
+    await nodes[0].store.delete(ARM, key(99))  # by its number a loss is noticed
+    last = await nodes[0].store.removals(ARM)
+    for node in nodes:
+        await until(lambda: node.memory.mark_now(ARM) == last, "every removal to take effect")  # noqa: B023
+        for number in range(4):
+            found = await node.cache.lookup(ARM, request(number), now=float(len(operations)))
+            assert found.entry is None or found.entry.written_at > flushed[number], f"question {number}"
+    for node in nodes:
+        await node.cache.close()
 
 
 # -- the gateway -------------------------------------------------------------------------------------------------------------
