@@ -123,6 +123,8 @@ def _digest(identity: object) -> str:
 def _hindsight(settings: TrainSettings, jobs: int | None, progress: Progress | None) -> Hindsight:
     starts = range(0, settings.pool, LANES)
     parts: list[Hindsight] = []
+    if progress is not None:
+        progress(0, settings.pool)
     # Whole, with the widest actions: the paths that are found serve policies that see less and reach less far.
     wide = settings.model_copy(update={"hidden": (), "absolute": False, "radius": RADIUS})
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:

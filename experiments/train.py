@@ -7,8 +7,10 @@ job, on a Ray cluster, with the same result. A training that was killed goes on 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,9 @@ from agents.ppo import PPOPolicy
 from experiments.train_settings import Run, TrainSettings, changed, load_train_settings, runs
 
 Trainer = Callable[..., list[Path]]
+
+QUIET = 30.0
+"""Seconds after which a line tells how far a training is, where there is no terminal to draw bars on."""
 
 
 def train(
@@ -84,7 +89,12 @@ def _imitating(run: Run, bars: Progress, watch: Watch) -> Run:
     if not settings.imitate or is_trained(run):
         return run
     bar = bars.add_task("hindsight", total=settings.pool, note="what would have been best on each training scenario")
-    path = file_of(settings, progress=lambda done, total: bars.update(bar, completed=done, total=total))
+
+    def tell(done: int, total: int) -> None:
+        bars.update(bar, completed=done, total=total)
+        watch.hindsight(done, total)
+
+    path = file_of(settings, progress=tell)
     bars.remove_task(bar)
     watch.say(f"{run.name}: begins with imitation ({path.name})")
     return replace(run, settings=settings.model_copy(update={"warm_start": path}))
@@ -129,20 +139,34 @@ def evaluate_again(directory: Path, settings: TrainSettings, *, note: str, conso
 
 
 class Watch:
-    """Shows how far the runs are: a bar for each, and where there is no terminal to draw on, a line every tenth of the way."""
+    """Shows how far the runs are: a bar for each, and where there is no terminal to draw on, lines.
 
-    def __init__(self, bars: Progress, wanted: Sequence[Run]) -> None:
+    A line is printed after the first rollout, by which one can tell how long all of them will take; then every tenth of the way,
+    and whenever :data:`QUIET` seconds have passed since the last one.
+
+    Args:
+        bars: Where the bars are drawn.
+        wanted: The runs.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, bars: Progress, wanted: Sequence[Run], clock: Callable[[], float] = time.monotonic) -> None:
         self._bars = bars
-        self._totals = {run.name: run.settings.ppo.rollouts * run.settings.ppo.rollout for run in wanted}
+        self._clock = clock
+        self._settings = {run.name: run.settings.ppo for run in wanted}
+        self._totals = {name: ppo.rollouts * ppo.rollout for name, ppo in self._settings.items()}
+        self._told: dict[str, tuple[int, float]] = {}
         self._tasks: dict[str, TaskID] = {
             name: bars.add_task(name, total=total, note="waiting") for name, total in self._totals.items()
         }
 
     def begin(self, names: Sequence[str]) -> None:
-        """Say what is trained where there is no terminal to draw bars on: the first tenth may take minutes."""
+        """Say what is trained, and how often it is kept, where there is no terminal to draw bars on."""
         if not self._bars.console.is_terminal:
             for name in names:
-                self.say(f"{name}: {self._totals[name]:,} steps, told of after every tenth of them")
+                every = self._settings[name].segment * self._settings[name].rollout
+                kept = f"a checkpoint after every {every:,}" if every < self._totals[name] else "no checkpoint before the last"
+                self.say(f"{name}: {self._totals[name]:,} steps, {kept}")
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
@@ -150,15 +174,31 @@ class Watch:
 
     def progress(self, name: str, steps: int, reward: float) -> None:
         """Move a run's bar."""
-        task, total, note = self._tasks[name], self._totals[name], f"reward {reward:+.4f}"
-        before = next(item.completed for item in self._bars.tasks if item.id == task)
-        self._bars.update(task, completed=steps, total=total, note=note)
-        if not self._bars.console.is_terminal and steps * 10 // total > before * 10 // total:
+        total, note = self._totals[name], f"reward {reward:+.4f}"
+        self._bars.update(self._tasks[name], completed=steps, total=total, note=note)
+        if self._due(name, steps, total):
             self.say(f"{name}: {steps:,} of {total:,} steps, {note}")
 
     def evaluating(self, name: str, done: int, total: int) -> None:
         """Turn a run's bar into that of its evaluation."""
         self._bars.update(self._tasks[name], completed=done, total=total, note="evaluating")
+        if self._due(f"{name}'s evaluation", done, total):
+            self.say(f"{name}: evaluated {done} of {total}, held out")
+
+    def hindsight(self, done: int, total: int) -> None:
+        """Say how far the search for what would have been best is, which comes before the runs that begin with imitation."""
+        if self._due("hindsight", done, total):
+            self.say(f"hindsight: {done} of {total} training scenarios")
+
+    def _due(self, what: str, done: int, total: int) -> bool:
+        """Tell whether a line is to be printed, and take it for printed."""
+        if self._bars.console.is_terminal:
+            return False
+        before, at = self._told.get(what, (0, -math.inf))
+        due = done * 10 // total > before * 10 // total or self._clock() - at >= QUIET
+        if due:
+            self._told[what] = done, self._clock()
+        return due
 
 
 def progress_bars(console: Console) -> Progress:

@@ -15,8 +15,8 @@ from agents.checkpoint import save_checkpoint
 from agents.registry import load_policy
 from agents.settings import PPOSettings
 from envs.workloads import sessions
-from experiments.train import main, train
-from experiments.train_settings import TrainSettings, load_train_settings
+from experiments.train import Watch, main, progress_bars, train
+from experiments.train_settings import TrainSettings, load_train_settings, runs
 from tests.requirements import ROOT, trace
 
 TINY = PPOSettings(total_steps=128, n_envs=2, n_steps=32, batch_size=64, n_epochs=2, segment=1)
@@ -60,8 +60,30 @@ def test_a_policy_is_trained_evaluated_and_saved(tmp_path: Path) -> None:
     )
     assert card["evaluation"]["verdict"].startswith(("beats", "ties", "is worse"))
     assert "mid-grid" in printed(console)
-    assert printed(console).count("small: 128 steps, told of after every tenth of them") == 1
+    assert printed(console).count("small: 128 steps, a checkpoint after every 64") == 1
+    assert "small: 64 of 128 steps, reward" in printed(console)
+    assert "small: evaluated 16 of 16, held out" in printed(console)
     assert list((tmp_path / ".training" / "small").iterdir()) == [tmp_path / ".training" / "small" / "tensorboard"]
+
+
+def test_without_a_terminal_a_line_tells_of_the_first_rollout_of_each_tenth_and_of_each_half_minute() -> None:
+    console, now = quiet(), [0.0]
+    ppo = PPOSettings(total_steps=6_400, n_envs=2, n_steps=32, batch_size=64, segment=16)
+    (run,) = runs(TrainSettings(name="long", ppo=ppo))
+    with progress_bars(console) as bars:
+        watch = Watch(bars, [run], clock=lambda: now[0])
+        watch.begin(["long"])
+        for steps, at in ((64, 1.0), (128, 2.0), (640, 3.0), (704, 32.0), (768, 33.0), (832, 34.0), (6_400, 35.0)):
+            now[0] = at
+            watch.progress("long", steps, 0.0)
+        watch.hindsight(16, 280)
+        watch.hindsight(27, 280)
+    told = [line for line in printed(console).splitlines() if line.startswith(("long", "hindsight"))]
+    assert told == [
+        "long: 6,400 steps, a checkpoint after every 1,024",
+        *(f"long: {steps:,} of 6,400 steps, reward +0.0000" for steps in (64, 640, 768, 6_400)),
+        "hindsight: 16 of 280 training scenarios",
+    ]
 
 
 def test_an_artifact_is_evaluated_again_without_changing_what_it_does(tmp_path: Path) -> None:
@@ -91,7 +113,7 @@ def test_every_variant_and_seed_is_an_artifact_of_its_own_and_repeats(tmp_path: 
     console = quiet()
     assert train(settings, console=console) == found
     assert printed(console).count("trained already") == 4
-    assert "told of after" not in printed(console)
+    assert "a checkpoint after" not in printed(console)
     (found[1] / "policy.safetensors").unlink()
     assert train(settings, console=console, fresh=True) == found
     assert [(path / "policy.safetensors").read_bytes() for path in found] == weights
