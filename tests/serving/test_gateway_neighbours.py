@@ -13,6 +13,7 @@ import pytest
 from redis import Redis
 
 from serving.keys import fingerprint
+from serving.neighbours import dialing, peer, server
 from serving.ports import free_port
 from serving.runtime import Runtime
 from serving.tiers.rdma import NeighbourTier
@@ -21,6 +22,14 @@ from tests.serving.gateways import Client, Model, running, served
 from tests.waiting import until
 
 SECRET = "shared by all the nodes"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is not there yet is tried again soon; a start, which takes the event loop of both, breaks off no exchange."""
+    monkeypatch.setattr(peer, "BACKOFF", (0.05, 0.2))
+    for module in (dialing, server):
+        monkeypatch.setattr(module, "EXCHANGE_SECONDS", 30.0)
 
 
 def free_address() -> str:
