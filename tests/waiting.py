@@ -7,7 +7,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = 20.0) -> None:
+PATIENCE = 60.0
+"""Seconds after which what did not happen will not: a start beside others that compile takes half of it on two processors."""
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seconds: float = PATIENCE) -> None:
     """Return as soon as the condition holds; fail naming it when it does not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
