@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-
 PATIENCE = 60.0
 """Seconds after which what did not happen will not: a start beside others that compile takes half of it on two processors."""
 
