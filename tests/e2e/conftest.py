@@ -35,5 +35,5 @@ def stack(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
                 "access_log": str(access_log),
             }
         )
-        with start(settings, dashboard=True) as gateway:
+        with start(settings, dashboard=True, deadline=180.0) as gateway:
             yield Stack(gateway, model, redis_server, settings, access_log)
