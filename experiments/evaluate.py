@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import platform
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -36,10 +37,16 @@ __all__ = [
     "play", "run_case",
 ]  # fmt: skip
 
+Within = Callable[[str, float], None]
+"""Told of a case, and of the share of it that is done, 0 to 1."""
+
 CaseSource = Callable[[], Sequence[Case]]
 """Makes the cases. Other processes make them again, so it has to be a function of a module, or a ``functools.partial`` of one."""
 
 SUITES = ("steady", "non-stationary")
+
+_LOOK_SECONDS = 0.25
+"""Between two looks at what other processes have done."""
 
 _DECISIONS = 200
 """Decisions that are timed."""
@@ -67,6 +74,7 @@ def evaluate(
     options: str = "",
     drawn: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    within: Callable[[str, float, int], None] | None = None,
 ) -> Results:
     """Run every row on every case with every seed.
 
@@ -78,6 +86,8 @@ def evaluate(
         options: What else has to be typed to make a row again.
         drawn: A case that will be asked for by name and so has to be among those that are run.
         progress: Called with the case that is done, the number of those that are, and of all.
+        within: Called while a case is run with its name, the share of it that is done, and the number of all cases; from a thread
+            of its own where there are several processes.
 
     Raises:
         InputError: If a row, a suite or the case is unknown, or there is no case.
@@ -90,7 +100,8 @@ def evaluate(
     if drawn is not None and drawn not in {case.name for case in chosen}:
         raise InputError(f"case {drawn!r}: expected one of {', '.join(case.name for case in chosen)}")
     outcomes: dict[str, CaseOutcome] = {}
-    for outcome in _outcomes(settings, rows, cases, chosen, jobs):
+    shared = None if within is None else lambda case, share: within(case, share, len(chosen))
+    for outcome in _outcomes(settings, rows, cases, chosen, jobs, shared):
         outcomes[outcome.case.name] = outcome
         if progress is not None:
             progress(outcome.case.name, len(outcomes), len(chosen))
@@ -142,34 +153,72 @@ def chosen_cases(cases: Sequence[Case], wanted: Iterable[str]) -> list[Case]:
     return [case for case in cases if case.name in chosen]
 
 
-def run_case(case: Case, rows: Sequence[Row], settings: EvaluationSettings) -> CaseOutcome:
+def run_case(case: Case, rows: Sequence[Row], settings: EvaluationSettings, within: Within | None = None) -> CaseOutcome:
     """Run every row on one case.
+
+    Args:
+        case: The case.
+        rows: The rows.
+        settings: The evaluation's.
+        within: Called with the case's name and the share of it that is done.
 
     Raises:
         EvaluationError: If a row cannot be run on it.
     """
     try:
-        return _run_case(Bench(case, settings), rows, settings)
+        return _run_case(Bench(case, settings), rows, settings, _Parts(case.name, within))
     except (ValueError, ArithmeticError, RuntimeError) as error:
         raise EvaluationError(f"case {case.name}: {type(error).__name__}: {error}") from error
 
 
-def _run_case(bench: Bench, rows: Sequence[Row], settings: EvaluationSettings) -> CaseOutcome:
+class _Parts:
+    """What a case is made of, each taken for as long as the others.
+
+    Args:
+        case: The case's name.
+        within: Who is told.
+    """
+
+    def __init__(self, case: str, within: Within | None) -> None:
+        self._case, self._within = case, within
+        self._done, self._all = 0, 1
+
+    def expect(self, parts: int) -> None:
+        """Take it for so many parts."""
+        self._all = max(parts, 1)
+
+    def share(self, share: float) -> None:
+        """So much of the part that is run is done."""
+        if self._within is not None:
+            self._within(self._case, min((self._done + share) / self._all, 1.0))
+
+    def next(self) -> None:
+        """The part that was run is done."""
+        self._done += 1
+        self.share(0.0)
+
+
+def _run_case(bench: Bench, rows: Sequence[Row], settings: EvaluationSettings, parts: _Parts) -> CaseOutcome:
     case, scenario = bench.case, bench.case.scenario
     rows = [row for row in rows if row.applies(bench)]
     played: list[tuple[str, int | None, Run]] = []
     recoveries: list[RecoveryRecord] = []
+    seeds = max((len(row.seeds) for row in rows), default=0)
+    parts.expect(seeds * (2 if case.suite == "steady" else 1) + sum(row.compute is not None for row in rows))
     with _one_thread():
-        for number in range(max((len(row.seeds) for row in rows), default=0)):
+        for number in range(seeds):
             playing = [row for row in rows if row.make is not None and number < len(row.seeds)]
             policies = [row.make(bench, number) for row in playing if row.make is not None]
-            runs = play_all(policies, scenario, length=settings.length, seed=settings.seed + number)
+            runs = play_all(policies, scenario, length=settings.length, seed=settings.seed + number, progress=parts.share)
+            parts.next()
             played += [(row.label, number, run) for row, run in zip(playing, runs, strict=True)]
             if case.suite == "steady":
-                recoveries += _recover(bench, playing, policies, number)
+                recoveries += _recover(bench, playing, policies, number, parts)
+                parts.next()
         for row in rows:
             if row.compute is not None:
                 played.append((row.label, None, _first(row.compute(bench), settings.length)))
+                parts.next()
     requests = played[0][2].requests
     for label, _, run in played:
         if not np.array_equal(run.requests, requests):
@@ -199,7 +248,7 @@ def _first(run: Run, length: int | None) -> Run:
     )
 
 
-def _recover(bench: Bench, rows: Sequence[Row], policies: Sequence[Policy], number: int) -> list[RecoveryRecord]:
+def _recover(bench: Bench, rows: Sequence[Row], policies: Sequence[Policy], number: int, parts: _Parts) -> list[RecoveryRecord]:
     """Start the rows from the smallest size and the shortest TTL; what each later interval costs against the best static one."""
     settings, scenario = bench.settings, bench.case.scenario
     space, after = scenario.config.space, settings.recover_intervals
@@ -209,7 +258,7 @@ def _recover(bench: Bench, rows: Sequence[Row], policies: Sequence[Policy], numb
         return []
     best = static[int(static[:, after:].sum(axis=1).argmin())]
     found = []
-    played = play_all(policies, bad, length=settings.length, seed=settings.seed + number)
+    played = play_all(policies, bad, length=settings.length, seed=settings.seed + number, progress=parts.share)
     for row, run in zip(rows, played, strict=True):
         curve = np.divide(run.dollars, best, out=np.full(len(best), math.nan), where=best > 0)
         found.append(
@@ -266,41 +315,79 @@ class _Timed:
 
 
 def _outcomes(
-    settings: EvaluationSettings, rows: Sequence[Row], cases: CaseSource, chosen: Sequence[Case], jobs: int
+    settings: EvaluationSettings,
+    rows: Sequence[Row],
+    cases: CaseSource,
+    chosen: Sequence[Case],
+    jobs: int,
+    within: Within | None,
 ) -> Iterator[CaseOutcome]:
     if jobs < 1:
         raise InputError(f"jobs: expected at least 1, got {jobs}")
     if jobs == 1 or len(chosen) == 1:
         for case in chosen:
-            yield run_case(case, rows, settings)
+            yield run_case(case, rows, settings, within)
         return
     # Spawned: a fork would take over threads of numba and torch that do not run in it.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(chosen)), mp_context=context, initializer=_prepare, initargs=(settings, cases))
+    # Without a lock: a process that ends while it has one would hold up the others.
+    shares = context.RawArray("d", len(chosen))
+    pool = ProcessPoolExecutor(
+        min(jobs, len(chosen)), mp_context=context, initializer=_prepare, initargs=(settings, cases, shares)
+    )
     try:
-        for done in as_completed([pool.submit(_run_named, case.name) for case in chosen]):
-            yield done.result()
+        with _passed_on(shares, [case.name for case in chosen], within):
+            for done in as_completed([pool.submit(_run_named, case.name, place) for place, case in enumerate(chosen)]):
+                yield done.result()
     except BrokenProcessPool as error:
         raise EvaluationError(f"a process ended before its case was done (out of memory?): try fewer jobs than {jobs}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_prepared: tuple[EvaluationSettings, list[Row], dict[str, Case]] | None = None
+@contextmanager
+def _passed_on(shares: Sequence[float], names: Sequence[str], within: Within | None) -> Iterator[None]:
+    """Tell what other processes write into ``shares``, from a thread."""
+    if within is None:
+        yield
+        return
+    over, told = threading.Event(), [0.0] * len(names)
+
+    def follow() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            for place, name in enumerate(names):
+                if shares[place] != told[place]:
+                    told[place] = shares[place]
+                    within(name, told[place])
+
+    following = threading.Thread(target=follow, name="evaluate-within", daemon=True)
+    following.start()
+    try:
+        yield
+    finally:
+        over.set()
+        following.join()
 
 
-def _prepare(settings: EvaluationSettings, cases: CaseSource) -> None:
+_prepared: tuple[EvaluationSettings, list[Row], dict[str, Case], MutableSequence[float]] | None = None
+
+
+def _prepare(settings: EvaluationSettings, cases: CaseSource, shares: MutableSequence[float]) -> None:
     """Make rows and cases in a process of the pool: neither can be sent."""
     global _prepared
     rows, _ = resolve_rows(settings)
-    _prepared = settings, rows, {case.name: case for case in cases()}
+    _prepared = settings, rows, {case.name: case for case in cases()}, shares
 
 
-def _run_named(name: str) -> CaseOutcome:
+def _run_named(name: str, place: int) -> CaseOutcome:
     if _prepared is None:
         raise RuntimeError("evaluate: expected _prepare to have run in this process")
-    settings, rows, cases = _prepared
-    return run_case(cases[name], rows, settings)
+    settings, rows, cases, shares = _prepared
+
+    def within(case: str, share: float) -> None:
+        shares[place] = share
+
+    return run_case(cases[name], rows, settings, within)
 
 
 @contextmanager

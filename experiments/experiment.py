@@ -1,13 +1,11 @@
-"""Behind ``cachepilot experiment start | status | report``: an experiment in the ledger, its state, and its report as a "
-"file.
-"""
+"""Behind ``cachepilot experiment start | status | report``: an experiment in the ledger, its state, and its report as a file."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +162,7 @@ def report_experiment(
     title: str = "",
     note: str = "",
     command: str = "",
+    progress: Callable[[str], None] | None = None,
 ) -> WrittenReport:
     """Write an experiment's report, whether it has ended or not.
 
@@ -176,6 +175,7 @@ def report_experiment(
         title: Heading; made from the name if empty.
         note: What a reader has to know; the experiment's own if empty.
         command: The command that makes it again; made from the arguments if empty.
+        progress: Told in words what is done next.
 
     Raises:
         LedgerError: If there is no such experiment.
@@ -183,9 +183,12 @@ def report_experiment(
         OSError: If the page cannot be written.
     """
     settings = settings or ReportSettings()
+    tell = progress or (lambda text: None)
     design = ledger.get_experiment(name)
+    tell(f"reading the access log {access_log}")
     until = float("inf") if design.ended_at is None else design.ended_at
     log = read_access_log(access_log, since=design.started_at, until=until)
+    tell(f"comparing the arms: {len(log):,} requests, {settings.replicates:,} resamples of their keys")
     report = build_report(
         design,
         ledger.decisions(namespace=design.namespace, since=design.started_at),

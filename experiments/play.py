@@ -8,7 +8,7 @@ The ghost depends on the requests and not on the knobs, so it is kept once, by t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,6 +58,7 @@ def play_all(
     length: int | None = None,
     seed: int = 0,
     max_steps: tuple[float, float, float] = MAX_STEPS,
+    progress: Callable[[float], None] | None = None,
 ) -> list[Run]:
     """Run every policy through a scenario from its first request, from empty caches.
 
@@ -67,6 +68,7 @@ def play_all(
         length: Most intervals to run after the first; default: all of the trace.
         seed: Chooses the ghost's sample.
         max_steps: Most that one interval may move each knob, grid steps.
+        progress: Called after each interval with the share of the run that is done, above 0, at most 1.
 
     Returns:
         One run for each policy, in their order.
@@ -88,6 +90,8 @@ def play_all(
         wanted = [policy.decide(caches.observation(lane)).knobs for lane, policy in enumerate(policies)]
         caches.move(to_array(wanted))
         windows.append(caches.step())
+        if progress is not None:
+            progress(len(windows) / length)
     return [_run(policy.name, lane, windows) for lane, policy in enumerate(policies)]
 
 

@@ -461,7 +461,10 @@ def experiment_report(
     """Write an experiment's report as one self-contained HTML page."""
     from tuner.experiment_commands import write_report
 
-    summary = write_report(_settings(config), name, output or Path(f"{name}.html"), command=_command())
+    settings = _settings(config)
+    with err.status("making the report") as status:  # which shows nothing where there is no terminal
+        page = output or Path(f"{name}.html")
+        summary = write_report(settings, name, page, command=_command(), progress=lambda text: status.update(escape(text)))
     if as_json:
         sys.stdout.write(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     else:

@@ -221,18 +221,22 @@ def _run(
             f" --length {length}" if length is not None else "",
         ]
     )
-    with _progress(err) as told:
-        return run(settings, partial(held_out, folder), jobs=jobs, command=command, options=options, drawn=case, progress=told)
+    with _progress(err) as (told, within):
+        return run(
+            settings, partial(held_out, folder), jobs=jobs, command=command, options=options, drawn=case, progress=told,
+            within=within if err.is_terminal else None,
+        )  # fmt: skip
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def _progress(console: Console) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[str, float, int], None]]]:
     """Show a bar on a terminal; elsewhere a line for each case, and now and then one that says that it still works.
 
-    A case may take minutes.
+    A case may take minutes: the bar goes on within it. Gives what is told of each case that is done, and of the share of one
+    that is not.
     """
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} cases"),
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}/{task.total:.0f} cases"),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[case]}"), console=console, transient=True,
     )  # fmt: skip
     began, over, so_far = time.monotonic(), threading.Event(), ["none of the cases is done yet"]
@@ -248,17 +252,27 @@ def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
             wait = min(2 * wait, LONGEST_BEAT)
 
     with bar:
-        task = bar.add_task("evaluating", total=1, case="reading the traces, then the first case")
+        task = bar.add_task("evaluating", total=1, done=0, case="reading the traces")
+        finished: set[str] = set()
+        shares: dict[str, float] = {}
 
         def told(case: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, case=f"{case} is done")
+            finished.add(case)
+            shares.pop(case, None)
+            bar.update(task, completed=done + sum(shares.values()), total=total, done=done, case=f"{case} is done")
             so_far[0] = f"{done} of {total} cases are done"
             say(f"evaluated {case}: {done} of {total} cases")
+
+        def within(case: str, share: float, total: int) -> None:
+            if case not in finished:
+                shares[case] = share
+                running = ", ".join(f"{name} {part:.0%}" for name, part in sorted(shares.items()))
+                bar.update(task, completed=len(finished) + sum(shares.values()), total=total, case=running)
 
         beating = threading.Thread(target=beat, name="evaluate-progress", daemon=True)
         beating.start()
         try:
-            yield told
+            yield told, within
         finally:
             over.set()
             beating.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,17 @@ def stop_experiment(settings: Settings, name: str, *, now: float) -> dict[str, A
         return {"experiment": design.name, "state": "ended", "ended_at": design.ended_at}
 
 
-def write_report(settings: Settings, name: str, output: Path, *, command: str) -> dict[str, Any]:
-    """Write the page; return its summary with ``report``, the page's path."""
+def write_report(
+    settings: Settings, name: str, output: Path, *, command: str, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Write the page; return its summary with ``report``, the page's path. ``progress`` is told what is done next."""
     if settings.gateway.access_log is None:
         raise CommandError(f"experiment {name}: gateway.access_log is not set: name the folder of the gateway's access log")
     with _ledger(settings) as ledger:
         written = report_experiment(
-            ledger, name, settings.gateway.access_log, output, settings=settings.experiments.report, command=command
-        )
+            ledger, name, settings.gateway.access_log, output, settings=settings.experiments.report, command=command,
+            progress=progress,
+        )  # fmt: skip
     return {**written.report.summary, "report": str(written.path.resolve())}
 
 

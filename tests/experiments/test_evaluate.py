@@ -98,6 +98,26 @@ def test_processes_do_not_change_the_results(results: Results) -> None:
     assert again.recoveries == [item for item in results.recoveries if item.row in ("smoothed curve", "moved")]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_how_far_each_case_is_is_told_while_it_runs(jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.evaluate._LOOK_SECONDS", 0.001)
+    few = SETTINGS.model_copy(update={"rows": (ROWS[1], ROWS[2]), "suites": ("calm", "tide-2")})
+    told: dict[str, list[float]] = {"calm": [], "tide-2": []}
+
+    def within(case: str, share: float, total: int) -> None:
+        assert total == 2
+        told[case].append(share)
+
+    evaluate(few, small_cases, jobs=jobs, within=within)
+    for shares in told.values():
+        assert shares == sorted(shares)
+        assert all(0 < share <= 1 for share in shares)
+        assert len(set(shares)) > 3
+    if jobs == 1:  # other processes are looked at now and then
+        assert [shares[-1] for shares in told.values()] == [1.0, 1.0]
+        assert all(len(shares) > INTERVALS for shares in told.values())
+
+
 def test_results_are_read_back_as_they_were_written(results: Results, tmp_path: Path) -> None:
     for name in ("results.json", "results.json.gz"):
         results.save(tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import experiments.suites
 from agents.artifact import ArtifactError
 from experiments.units import InputError
 from tests.experiments.evaluation_cases import small_cases
-from tuner.evaluate_command import evaluate
+from tuner.evaluate_command import _progress, evaluate
 
 CONFIG = """
 seeds: 2
@@ -156,3 +157,20 @@ def test_a_narrow_window_shows_fewer_columns_than_a_pipe(config: Path, tmp_path:
     assert "IQM" in narrow
     assert "gap closed" in piped
     assert "gap closed" not in narrow
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_of_a_terminal_goes_on_within_a_case(terminal: bool) -> None:
+    shown = io.StringIO()
+    with _progress(Console(file=shown, force_terminal=terminal, width=150)) as (told, within):
+        within("calm", 0.5, 4)
+        told("calm", 1, 4)
+        within("calm", 1.0, 4)  # late, from another process
+        within("tide-2", 0.25, 4)
+        within("tide-3", 0.42, 4)
+    last = shown.getvalue().rpartition("evaluating")[2]
+    if terminal:
+        assert "1/4 cases" in last
+        assert "tide-2 25%, tide-3 42%" in last
+    else:
+        assert shown.getvalue().strip() == "evaluated calm: 1 of 4 cases"
