@@ -126,15 +126,18 @@ class Answering:
                 await self._forbid(x)
             else:
                 try:
-                    await unless_gone(receive, self._ask(x, found))
+                    await unless_gone(receive, self._ask(x, found), lambda: self._left(x, found))
                 except Disconnected:
-                    runtime.record(x.at, time.perf_counter() - x.began, x.inbound, x.arm, "left", CLIENT_LEFT, rule=found.rule)
                     return
         try:
             await asyncio.sleep(0)  # uvloop sends what was written at the end of a round: the client need not wait for the rest
         finally:
             if x.then is not None:
                 x.then()
+
+    def _left(self, x: Exchange, found: Lookup) -> None:
+        took = time.perf_counter() - x.began
+        self._runtime.record(x.at, took, x.inbound, x.arm, "left", CLIENT_LEFT, rule=found.rule)
 
     # -- from the cache ------------------------------------------------------------------------------------------------------
 

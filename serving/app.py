@@ -61,12 +61,10 @@ _RAYS_MARKS = (b":job_id:", b":actor_name:", b":task_name:")
 
 _HAPROXY = """#!/bin/sh
 # Ray Serve's HAProxy configuration listens on every interface with its statistics and metrics: keep them on loopback.
-# The gateway itself sees to clients that go away: told so, Ray starts no two tasks for each request to watch them as well.
 previous=
 for argument; do
   if [ "$previous" = "-f" ]; then
-    sed -i -E -e 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' \
-      -e '/disconnect-disabled/d' -e '/^frontend http_frontend/a\\    http-request set-header {watched} ?1' "$argument"
+    sed -i -E 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' "$argument"
   fi
   previous=$argument
 done
@@ -76,9 +74,6 @@ if command -v setpriv >/dev/null 2>&1; then
 fi
 exec {binary} "$@"
 """
-
-_WATCHED = "x-request-disconnect-disabled"
-"""Ray's header of requests whose clients it need not watch."""
 
 _BUSY = "Where other work keeps the machine busy, start it again when there is less of that"
 
@@ -378,7 +373,7 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         return common
     sockets = scratch / "h"  # Ray adds its node id, 56 characters of the 97 that HAProxy allows
     wrapper = scratch / "haproxy"
-    wrapper.write_text(_HAPROXY.format(binary=shlex.quote(binary), watched=_WATCHED), encoding="utf-8")
+    wrapper.write_text(_HAPROXY.format(binary=shlex.quote(binary)), encoding="utf-8")
     wrapper.chmod(0o700)
     return {
         **common,

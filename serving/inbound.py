@@ -139,10 +139,15 @@ async def read_body(receive: Receive, limit: int) -> bytes:
     return body
 
 
-async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
+async def unless_gone(receive: Receive, work: Awaitable[None], left: Callable[[], None] = lambda: None) -> None:
     """Do the work, and give it up when the client goes away.
 
     The work runs in the caller's own task: another one would cost a miss two more rounds of the event loop.
+
+    Args:
+        receive: Says when the client goes.
+        work: What to do.
+        left: Told that it did, also where the server cancels the request for that by itself, as Ray Serve does.
 
     Raises:
         Disconnected: If it did.
@@ -156,9 +161,9 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
         if working:
             scope.reschedule(loop.time())
 
+    gone = loop.create_task(_disconnected(receive), name="client-gone")
     try:
         async with asyncio.timeout(None) as scope:
-            gone = loop.create_task(_disconnected(receive), name="client-gone")
             gone.add_done_callback(ended)
             try:
                 await work
@@ -167,7 +172,12 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
                 gone.cancel()
     except TimeoutError:
         if scope.expired():
+            left()
             raise Disconnected from None
+        raise
+    except asyncio.CancelledError:
+        if gone.done() and not gone.cancelled():
+            left()
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ from serving.llm_sim import answer_size
 from serving.redis_config_store import RedisConfigStore
 from serving.tiers.base import EntryMeta
 from serving.tiers.redis import RedisTier
-from tests.e2e.stack import MODEL, Stack, chat, samples
+from tests.e2e.stack import MODEL, Stack, chat, fetch, samples
 from tests.waiting import until
 
 META = len(EntryMeta(model=MODEL).dump())
@@ -151,6 +152,28 @@ async def test_every_request_leaves_one_line_without_its_text(stack: Stack) -> N
     assert {record.size for record in records} == {32 + len(stack.ask(question).body) + META}
     assert all(record.latency > 0 and record.status == 200 and record.output_tokens > 0 for record in records)
     assert not any(question.encode() in file.read_bytes() for file in stack.access_log.iterdir())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_missed_behind_the_ingress(stream: bool, stack: Stack) -> None:
+    question = stack.question()
+    key = _key(stack, question)
+
+    def running() -> float:
+        lines = fetch(stack.model.metrics_url).body.decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+    parts = urlsplit(stack.gateway.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30.0)
+    given = {"content-type": "application/json", "x-llm-sim-output-tokens": "1000000"}  # which takes the model 20 seconds
+    connection.request("POST", "/v1/chat/completions", json.dumps(chat(question, stream=stream)), given)
+    if stream:
+        connection.getresponse().read(1)
+    await until(lambda: running() == 1, "the model to be asked")
+    connection.close()
+    await until(lambda: running() == 0, "the model to be given up")
+    await until(lambda: any(record.key == key for record in _records(stack)), "the access log")
+    assert [(record.outcome, record.status) for record in _records(stack) if record.key == key] == [("left", 499)]
 
 
 def test_errors_pass_through_the_ingress_with_their_status_and_shape(stack: Stack) -> None:
