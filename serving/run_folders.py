@@ -11,11 +11,17 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 MARK = ".held"
 """The file that is locked. A folder without it is none of ours."""
+
+REMOVAL_SECONDS = 0.2
+"""How long a folder is tried for that is locked: who looks whether it was left behind has it for a moment."""
+
+_AGAIN_SECONDS = 0.005
 
 
 class FolderHeld(RuntimeError):
@@ -83,6 +89,7 @@ def remove_unheld(folder: Path) -> bool:
 
 def _hold(folder: Path) -> int:
     """Return the descriptor of a folder's mark, locked."""
+    end = time.monotonic() + REMOVAL_SECONDS
     while True:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,6 +98,9 @@ def _hold(folder: Path) -> int:
             continue
         if not _lock(descriptor):
             os.close(descriptor)
+            if time.monotonic() < end:
+                time.sleep(_AGAIN_SECONDS)
+                continue
             raise FolderHeld(f"{folder}: another process holds this folder")
         try:
             if os.path.samestat(os.stat(folder / MARK), os.fstat(descriptor)):

@@ -18,7 +18,11 @@ MOST_BYTES = 256 << 20
 
 
 def logs_root() -> Path:
-    """Return the folder of the logs of all runs of this user: below ``$XDG_STATE_HOME``, by default ``~/.local/state``."""
+    """Return the folder of the logs of all runs of this user: below ``$XDG_STATE_HOME``, by default ``~/.local/state``.
+
+    Raises:
+        RuntimeError: If this user has no home, and the variable names no folder.
+    """
     state = os.environ.get("XDG_STATE_HOME", "")
     return (Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()) / "cachepilot" / "logs"
 
@@ -47,15 +51,30 @@ def kept_logs(namespace: str) -> Iterator[Path | None]:
                 remove_unheld(folder)
 
 
+def why_not() -> str:
+    """Say why :func:`kept_logs` gave no folder."""
+    try:
+        return f"{logs_root()} cannot be written to"
+    except RuntimeError:
+        return "this user has no home, and XDG_STATE_HOME names no folder"
+
+
 def _remove_old(root: Path, *, but: Path) -> None:
     """Remove all but the latest runs, by number and by bytes."""
-    earlier = sorted((mark.parent for mark in root.glob(f"*/{MARK}") if mark.parent != but), key=_latest, reverse=True)
+    earlier = [(*_measured(mark.parent), mark.parent) for mark in root.glob(f"*/{MARK}") if mark.parent != but]
     total = 0
-    for number, folder in enumerate(earlier, 1):
-        total += sum(file.stat().st_size for file in folder.iterdir())
+    for number, (_, size, folder) in enumerate(sorted(earlier, reverse=True), 1):
+        total += size
         if number >= RUNS or total > MOST_BYTES:
             remove_unheld(folder)
 
 
-def _latest(folder: Path) -> float:
-    return max(file.stat().st_mtime for file in folder.iterdir())
+def _measured(folder: Path) -> tuple[float, int]:
+    """Return when a file in the folder was last written to, and the bytes of all."""
+    latest, total = 0.0, 0
+    with contextlib.suppress(OSError):  # another process removes it
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):
+                found = file.lstat()
+                latest, total = max(latest, found.st_mtime), total + found.st_size
+    return latest, total

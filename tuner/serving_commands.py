@@ -24,7 +24,7 @@ from serving.redis_url import shown
 from serving.run_folders import FolderHeld
 from tuner.config import Settings
 from tuner.errors import CommandError
-from tuner.kept_logs import RUNS, kept_logs, logs_root
+from tuner.kept_logs import RUNS, kept_logs, why_not
 from tuner.local import own_run_directory, redis_url
 
 
@@ -98,7 +98,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         say(f"gateway: {running.url}/v1, {running.replicas} replica(s), model at {gateway.upstream.base_url}")
         say(f"metrics: {', '.join(running.metrics_targets())}")
         if logs is None:
-            say(f"logs: {running.logs}/replica_*.log, until it ends, since {logs_root()} cannot be written to")
+            say(f"logs: {running.logs}/replica_*.log, until it ends, since {why_not()}")
         if _memory(running.url) == "refused":
             say("memory: the arena cannot be used, so each replica has memory of its own; the log says why")
         if running.service_discovery is not None:

@@ -77,6 +77,13 @@ class GatewaySettings(Settings):
     storage: StorageSettings = StorageSettings()
     haproxy: bool = True
 
+    @field_validator("namespace")
+    @classmethod
+    def _namespace(cls, value: str) -> str:
+        if value in (".", ".."):  # folders are named by it, and go with the run
+            raise ValueError(f"expected a name that a folder can have, got {value!r}")
+        return value
+
     @field_validator("redis_url")
     @classmethod
     def _redis(cls, value: str | None) -> str | None:

@@ -109,3 +109,11 @@ def test_a_folder_that_is_removed_while_somebody_takes_it_is_made_anew(tmp_path:
     with held(folder):
         assert (folder / MARK).exists()
         assert not remove_unheld(folder)
+
+
+def test_who_looks_whether_a_new_folder_was_left_behind_does_not_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, turns = run_folders._lock, iter([True, True])
+    # Another process has opened the mark between our making and our locking it, and has the lock until it has looked.
+    monkeypatch.setattr(run_folders, "_lock", lambda descriptor: not next(turns, False) and lock(descriptor))
+    with temporary("run-", tmp_path) as folder:
+        assert not remove_unheld(folder)

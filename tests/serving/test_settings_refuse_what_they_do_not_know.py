@@ -28,6 +28,8 @@ from serving.settings import GatewaySettings, LlmSimSettings
         ({"space": {"min_size": 10, "max_size": 5}}, "space", "expected 0 < min_size < max_size"),
         ({"port": 70_000}, "port", "less than or equal to 65535"),
         ({"namespace": "a b"}, "namespace", "String should match pattern"),
+        ({"namespace": "."}, "namespace", "expected a name that a folder can have, got '.'"),
+        ({"namespace": ".."}, "namespace", "expected a name that a folder can have, got '..'"),
         ({"memory": {"path": "arena"}}, "memory.path", "expected an absolute path"),
         ({"memory": {"size": 1}}, "memory.size", "greater than or equal to 65536"),
         ({"neighbours": {"listen": "7400"}}, "neighbours.listen", "expected host:port, an IPv6 address in brackets, got '7400'"),

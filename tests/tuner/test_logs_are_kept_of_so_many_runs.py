@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from tuner import kept_logs
-from tuner.kept_logs import RUNS, logs_root
+from tuner.kept_logs import RUNS, logs_root, why_not
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,26 @@ def test_without_a_place_for_them_they_are_not_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with kept_logs.kept_logs("shop") as folder:
         assert folder is None
+    assert why_not() == f"{logs_root()} cannot be written to"
+
+
+def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> pwd.struct_passwd:
+        raise KeyError
+
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with kept_logs.kept_logs("shop") as folder:
+        assert folder is None
+    assert why_not() == "this user has no home, and XDG_STATE_HOME names no folder"
+
+
+def test_a_file_that_cannot_be_looked_at_keeps_no_other_run(state: Path) -> None:
+    folders = [run(number) for number in range(1, RUNS + 1)]
+    (folders[5] / "replica_b.log").symlink_to(state / "nowhere")
+    run(RUNS + 1)
+    assert not folders[0].exists()
 
 
 def test_a_state_folder_that_is_not_absolute_is_not_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
