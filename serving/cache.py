@@ -426,6 +426,7 @@ class TieredCache:
         if self._shared is not None and self._coherence is not None:
             self._coherence.outdated(arm)
             await self._shared.outdate(arm, where)
+            self._coherence.flushed(arm)
             self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
 
     async def withdraw(self, arm: str, key: bytes) -> bool:
@@ -434,21 +435,25 @@ class TieredCache:
         Raises:
             TierUnavailable: If the store cannot be asked; then it may be gone from memory alone.
         """
-        if self._shared is not None:
+        if self._shared is not None and self._coherence is not None:
             await self._shared.outdate(arm, {"key": key.hex()}, told=False)
+            self._coherence.flushed(arm)
         return await self.delete_many(arm, [key]) > 0
 
     async def flush(self, arm: str) -> int:
-        """Remove every entry of the arm; how many there were (of the memory tier alone if the store is away)."""
+        """Remove every entry of the arm; how many there were.
+
+        Raises:
+            TierUnavailable: If the store cannot be asked; then they are gone from memory alone, and what the store has is not.
+        """
         self.on_outdated(arm)
         count = self.memory.flush_now(arm)
         if self.vectors is not None:
             self.vectors.flush(arm)
         if self.store is not None:
-            try:
-                count = await self.store.flush(arm)
-            except TierUnavailable as error:
-                _log.warning("arm %s was flushed in memory only: %s", arm, error)
+            count = await self.store.flush(arm)
+            if self._coherence is not None:
+                self._coherence.flushed(arm)
             self.memory.flush_now(arm)  # what was read from the store before came meanwhile
             self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
         return count

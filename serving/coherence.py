@@ -73,7 +73,7 @@ class Coherence:
         self._doubts: dict[str, int] = {}  # how often there was one
         self._heard: dict[str, int] = {}  # last number of arms whose position is not known
         self._positions: dict[str, int] = {}  # number up to which all was heard
-        self._flushed: dict[str, int] = {}  # number of the last flush that was heard
+        self._flushed: dict[str, int] = {}  # number of the last flush that was heard, or at least that of one's own
         self._last: dict[str, int] = {}  # greatest number that the store has told, whatever was heard of those before it
 
     @property
@@ -93,6 +93,10 @@ class Coherence:
         """Note that the store has told of a removal by its number."""
         if number > self._last.get(arm, 0):
             self._last[arm] = number
+
+    def flushed(self, arm: str) -> None:
+        """Note that this replica itself has flushed: what was asked for by now may be covered, before the store tells of it."""
+        self._flushed[arm] = max(self._flushed.get(arm, 0), self.last(arm) + 1)
 
     def late(self, arm: str, since: int | None) -> bool:
         """Whether a flush was heard that may cover what was asked for when that was the last removal known: the store knows."""

@@ -233,6 +233,7 @@ async def test_a_store_that_is_away_is_said_to_be_so_and_a_change_that_failed_is
         reply = await api.ask(method, path, json=body)
         assert (reply.status, reply.json["error"]["code"]) == (503, "store_unavailable")
         assert "redis does not answer" in reply.json["error"]["message"]
+        assert ("ask for it again" in reply.json["error"]["message"]) == (method == "POST")
     assert [(item.action, item.detail["failed"]) for item in api.audit.events] == [
         ("feedback", "redis does not answer"),
         ("flush", "redis does not answer"),

@@ -372,6 +372,45 @@ async def test_a_flush_that_begins_at_the_node_itself_takes_what_it_put_while_th
     await until(lambda: here.memory.mark_now(ARM) > 0, "memory to be compared")
 
 
+@pytest.mark.parametrize("how", ["all", "tag", "id"])
+async def test_what_was_under_way_at_a_flush_by_the_node_itself_waits_for_the_stores_word_at_once(
+    nodes: list[Node], how: str
+) -> None:
+    """The message by which it would hear of its own flush has not come yet, and the put fails."""
+    here, _ = nodes
+    since = here.cache.last_removal(ARM)
+    here.cache._changed = lambda change: None  # type: ignore[method-assign]
+    if how == "all":
+        await here.cache.flush(ARM)
+    elif how == "tag":
+        await here.cache.outdate(ARM, {"tag": "red"})
+    else:
+        await here.cache.withdraw(ARM, key(1))
+
+    async def away(*_: object, **__: object) -> tuple[int, int]:
+        raise TierUnavailable("away")
+
+    here.store.put_numbered = away  # type: ignore[method-assign]
+    await here.cache.put(ARM, described(1), now=0.0, since=since)
+    assert not here.remembers(1)
+
+
+async def test_a_flush_that_the_store_has_not_heard_of_says_so(nodes: list[Node]) -> None:
+    here, _ = nodes
+    await here.cache.put(ARM, described(1), now=0.0)
+    flush = here.store.flush
+
+    async def away(arm: str) -> int:
+        raise TierUnavailable("away")
+
+    here.store.flush = away  # type: ignore[method-assign]
+    with pytest.raises(TierUnavailable):
+        await here.cache.flush(ARM)
+    assert not here.remembers(1)
+    here.store.flush = flush  # type: ignore[method-assign]
+    assert await here.cache.flush(ARM) == 1
+
+
 _operation = st.one_of(
     st.tuples(st.just("ask"), st.integers(0, 1), st.integers(0, 3)),
     st.tuples(st.just("land"), st.integers(0, 1), st.integers(0, 9)),
