@@ -200,9 +200,7 @@ class AdminRoutes:
         try:
             return await self._route(scope, receive, path[len(PREFIX) :], _actor(authorization))
         except TierUnavailable as error:
-            then = (
-                "" if scope["method"] == "GET" else "; of the change a part may be done: ask for it again when the store answers"
-            )
+            then = "" if scope["method"] == "GET" else "; a part of the change may be done: ask for it again when it is"
             raise _Refused(f"the cache's store is not reachable now: {error}{then}", 503, code="store_unavailable") from error
 
     async def _route(self, scope: Scope, receive: Receive, name: str, actor: str) -> Mapping[str, Any]:
