@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from serving.adoption import Adoption
+from serving.budgets import Budgets
 from serving.coherence import Coherence, Store
 from serving.ending import end
 from serving.keys import Fingerprint
@@ -31,6 +32,7 @@ from serving.tiers.local import LocalTier
 from serving.tiers.vector import VectorTier
 from serving.tiers.vector_store import VectorStore
 from serving.vector_index import VectorIndex
+from serving.writing import Writing
 
 __all__ = ["CacheRules", "Lookup", "TieredCache"]
 
@@ -48,9 +50,6 @@ RENEW_SECONDS = 1.0
 
 RETRY_SECONDS = 1.0
 """How often what a tier missed while it was away is offered again."""
-
-STORE_FIRST_SECONDS = 0.02
-"""How long an answer waits for the store before it is put into memory: it is there sooner where the store is slow."""
 
 
 class NeighbourCache(Protocol):
@@ -109,29 +108,25 @@ class TieredCache:
         self.store = store
         self.vectors = VectorIndex(vectors) if vectors is not None else None
         self.rules = rules
-        self.memories = memories
         self._rebuild_limit = rebuild_vectors
         self._confidential = confidential
         self.neighbours: NeighbourCache | None = None
         self.on_outdated: Callable[[str], None] = lambda _: None
         self.on_removed: Callable[[str, Sequence[bytes] | None], None] = lambda arm, keys: None
-        self._knobs: dict[str, Knobs] = {}
-        self._owed: set[str] = set()  # arms whose budget the store has not taken yet
-        self._owed_memory: set[str] = set()  # those whose budget the memory tier has not taken
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
-        self._waiting = False  # for a store that is away; said once
         self._work = asyncio.Event()
+        self._budgets = Budgets(memory, store, l1_share=rules.l1_share, memories=memories, wake=self._work.set)
         self._following = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._renewing: set[asyncio.Task[None]] = set()
-        self._resizing = asyncio.Lock()
         self._shared: Store | None = store if isinstance(store, Store) else None
         self._coherence: Coherence | None = None
         self._adoption: Adoption | None = None
         if self._shared is not None:
-            self._coherence = Coherence(memory, self._shared, self._introduce, self._work.set)
+            self._coherence = Coherence(memory, self._shared, self._budgets.introduce, self._work.set)
             self._adoption = Adoption(self._shared, self._coherence.position, self._promote)
         self._unsure: Mapping[str, object] = self._coherence.unsure if self._coherence is not None else {}
+        self._writing = Writing(memory, store, self._coherence, self._shared) if store is not None else None
         if store is None:
             memory.on_evict = self._forget_vectors
         else:
@@ -145,10 +140,7 @@ class TieredCache:
         Raises:
             KeyError: If none were applied to it.
         """
-        try:
-            return self._knobs[arm]
-        except KeyError:
-            raise KeyError(f"arm {arm!r} has no knobs; apply() gave some to {sorted(self._knobs)}") from None
+        return self._budgets.knobs(arm)
 
     async def apply(self, arms: Mapping[str, Knobs], *, provisional: bool = False) -> None:
         """Put knobs into effect: for reads at once, then the tiers are trimmed to the new budgets.
@@ -159,13 +151,11 @@ class TieredCache:
             arms: Knobs by arm.
             provisional: Whether these are not known to be the cluster's: budgets that others gave the memory tier then stay.
         """
-        begun = set(arms) - set(self._knobs)
+        begun = {arm for arm in arms if arm not in self._budgets}
         self._unindexed.update(begun)
-        self._knobs = {**self._knobs, **arms}
-        for arm, knobs in arms.items():
-            if not (provisional and self.memory.shared and self.memory.stats_now(arm).budget):
-                self._resize_memory(arm)
-            if self.vectors is not None:
+        self._budgets.take(arms, provisional=provisional)
+        if self.vectors is not None:
+            for arm, knobs in arms.items():
                 # An entry with a vector is at least this large, so more vectors than that cannot all have an entry.
                 self.vectors.limit(arm, knobs.cache_size // (2 * KEY_BYTES + self.vectors.dim))
         for arm in begun:
@@ -174,18 +164,13 @@ class TieredCache:
             elif self.memory.mark_now(arm):  # copies of a store that is no longer there to say what it removed
                 self.memory.flush_now(arm)
                 self.memory.update_mark_now(arm, lambda _: 0)
-        if self.store is not None:
-            self._owed.update(arms)
-            await self._settle_budgets()
+        await self._budgets.settle_store()
         self._work.set()
         self._start()
 
     def share_memory(self, memories: int) -> None:
         """Divide the memory part of the budgets by another number of memory tiers, >= 1."""
-        if memories != self.memories and memories >= 1:
-            self.memories = memories
-            for arm in self._knobs:
-                self._resize_memory(arm)
+        self._budgets.divide(memories)
 
     async def move_memory(self, memory: LocalTier, memories: int, *, provisional: bool = False) -> None:
         """Go on with another memory tier, and close the one so far. Without a store the other one gets what that held.
@@ -195,14 +180,15 @@ class TieredCache:
             memories: How many share the memory part of the budget then.
             provisional: As for :meth:`apply`.
         """
-        before, self.memory, self.memories = self.memory, memory, memories
-        arms = list(self._knobs)
+        before, self.memory = self.memory, memory
+        arms = self._budgets.arms
         for arm in arms:
             if self.store is None and memory.mark_now(arm):  # as in apply()
                 memory.flush_now(arm)
                 memory.update_mark_now(arm, lambda _: 0)
-            if not (provisional and memory.shared and memory.stats_now(arm).budget):
-                self._resize_memory(arm)
+        self._budgets.move(memory, memories, provisional=provisional)
+        if self._writing is not None:
+            self._writing.memory = memory
         if self._coherence is not None:
             self._coherence.move(memory, arms)
         else:
@@ -386,11 +372,13 @@ class TieredCache:
         knobs = self.knobs(arm)
         if entry.complete and not is_live(entry, now=now, knobs=knobs, rules=self.rules):
             return 0
-        if self.store is None:
+        if self._writing is None:
             evicted = self.memory.put_now(arm, entry)
         else:
             try:
-                evicted = await self._put_stored(self.store, arm, entry, since)
+                evicted = await self._writing.put(
+                    arm, entry, since, self.neighbours.offer if self.neighbours is not None else None
+                )
             except Outdated as error:
                 _log.debug("%s", error)
                 return 0
@@ -481,34 +469,11 @@ class TieredCache:
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
-    def _memory_budget(self, knobs: Knobs) -> int:
-        if self.store is None:
-            return knobs.cache_size
-        return int(knobs.cache_size * self.rules.l1_share / self.memories)
-
-    def _resize_memory(self, arm: str) -> None:
-        try:
-            self.memory.resize_now(arm, self._memory_budget(self._knobs[arm]))
-            self._owed_memory.discard(arm)
-        except TierUnavailable as error:
-            if arm not in self._owed_memory:
-                _log.warning("arm %s keeps its budget in memory for now: %s", arm, error)
-            self._owed_memory.add(arm)
-            self._work.set()
-
     def _usable(self, arm: str, key: bytes) -> bool:
         return self._coherence is None or self._coherence.usable(arm, key)
 
     def _remembered(self, arm: str, key: bytes) -> Entry | None:
         return self.memory.get_now(arm, key, touch=False) if self._usable(arm, key) else None
-
-    def _remember(self, arm: str, entry: Entry, known: int | None = None) -> None:
-        position = self._coherence.position(arm) if self._coherence is not None else None
-        if known is not None and position is not None and known < position:
-            return  # as the memory tier's mark says, unless another writer kept it from being set
-        self.memory.put_now(arm, entry, known=known)
-        if self._unsure and self._coherence is not None:
-            self._coherence.put(arm, entry)
 
     async def _ask_neighbour(self, neighbours: NeighbourCache, arm: str, asked: Asked, now: float) -> Lookup | None:
         """A hit in another node's memory, if there is one and it has missed no removal of which this node knows."""
@@ -533,58 +498,6 @@ class TieredCache:
         self._coherence.learned(arm, known)
         return entry, known
 
-    async def _put_stored(self, store: Tier, arm: str, entry: Entry, since: int | None) -> int:
-        """Put into the store and then into memory; how many the store evicted.
-
-        Raises:
-            Outdated: If the store has refused it.
-        """
-
-        async def put() -> tuple[int, int | None]:
-            if self._shared is None or self._coherence is None:
-                return await store.put(arm, entry), None
-            evicted, known = await self._shared.put_numbered(arm, entry, since=since)
-            self._coherence.learned(arm, known)
-            return evicted, known
-
-        writing = asyncio.ensure_future(put())
-        try:
-            done, _ = await asyncio.wait({writing}, timeout=STORE_FIRST_SECONDS)
-            early = not done and not self._late(arm, since)
-            if early:  # a store that is slow keeps nobody from it
-                self._remember(arm, entry)
-            evicted, known = await writing
-        except TierUnavailable:
-            if not early and not self._late(arm, since):
-                self._remember(arm, entry)
-            if self._coherence is not None:
-                with suppress(TierUnavailable):
-                    self._coherence.doubt(arm)
-            return 0
-        except Outdated:
-            if early:
-                self._take_back(arm, entry)
-            raise
-        except BaseException:
-            writing.cancel()
-            raise
-        if early and known is not None and abs(self.memory.mark_now(arm)) > known:
-            self._take_back(arm, entry)  # it may be what was removed since, before it was put into memory
-        elif not early:
-            self._remember(arm, entry, known)
-        if self.neighbours is not None and entry.complete:
-            self.neighbours.offer(arm, entry, known)
-        return evicted
-
-    def _late(self, arm: str, since: int | None) -> bool:
-        return self._coherence is not None and self._coherence.late(arm, since)
-
-    def _take_back(self, arm: str, entry: Entry) -> None:
-        """Remove an entry from memory that was put there before the store had answered."""
-        held = self.memory.get_now(arm, entry.key, touch=False)
-        if held is not None and held.written_at == entry.written_at:
-            self.memory.delete_now(arm, entry.key)
-
     def _touched(self, arm: str, entry: Entry, now: float) -> None:
         self.memory.touch_soon(arm, entry.key)
         if self.store is not None:
@@ -608,9 +521,9 @@ class TieredCache:
 
     def _promote(self, arm: str, entry: Entry, known: int | None) -> None:
         """Put an entry of the store into memory; ``known``: its last removal when it had it, None where it was not asked."""
-        if self.store is None or known is None:
+        if self._writing is None or known is None:
             return
-        self._remember(arm, entry, known)
+        self._writing.remember(arm, entry, known)
         if entry.vector and self.vectors is not None and not self.vectors.shared and not self.vectors.has(arm, entry.key):
             self._index(arm, entry.key, entry.context, entry.vector, EntryMeta.load(entry.meta))
 
@@ -682,38 +595,16 @@ class TieredCache:
             for task in self._tasks:
                 task.add_done_callback(_report_failure)
 
-    async def _introduce(self, arm: str) -> None:
-        assert self.store is not None
-        await self.store.resize(arm, self._knobs[arm].cache_size)
-
-    async def _settle_budgets(self) -> None:
-        assert self.store is not None
-        async with self._resizing:
-            for arm in sorted(self._owed):
-                budget = self._knobs[arm].cache_size
-                try:
-                    await self.store.resize(arm, budget)
-                except TierUnavailable as error:
-                    if not self._waiting:
-                        _log.warning("budgets will be set when the store is back: %s", error)
-                    self._waiting = True
-                    return
-                if self._knobs[arm].cache_size == budget:
-                    self._owed.discard(arm)
-            self._waiting = False
-
     async def _maintain(self) -> None:
         """Catch up with what was missed: budgets, what left the store, and the vectors that other replicas wrote."""
         while True:
             await self._work.wait()
             self._work.clear()
-            for arm in sorted(self._owed_memory):
-                self._resize_memory(arm)
-            if self._owed:
-                await self._settle_budgets()
+            self._budgets.settle_memory()
+            await self._budgets.settle_store()
             await self._settle_memory()
             await self._rebuild()
-            if self._owed or self._owed_memory or self._unindexed or (self._coherence is not None and self._coherence.owes):
+            if self._budgets.owes or self._unindexed or (self._coherence is not None and self._coherence.owes):
                 self._work.set()
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -755,11 +646,11 @@ class TieredCache:
     def _changed(self, change: Change) -> None:
         assert self._coherence is not None
         if change.kind == "gap":
-            self._coherence.listening(list(self._knobs))
-            self._unindexed.update(self._knobs)
+            self._coherence.listening(self._budgets.arms)
+            self._unindexed.update(self._budgets.arms)
             self._work.set()
             return
-        if change.arm not in self._knobs:
+        if change.arm not in self._budgets:
             return
         if change.kind == "outdated":
             self._coherence.outdated(change.arm)

@@ -11,7 +11,7 @@ import pytest
 from envs.simulator import MemoryEviction, SimConfig
 from envs.workloads import Trace, load, sessions
 from experiments.fidelity import Stage, compare
-from serving import cache
+from serving import writing
 from serving.hotset import WarmupRules
 from serving.knobs import MIB, Knobs
 from serving.tiers.redis import RedisTier
@@ -25,7 +25,7 @@ MEASURES = ("hit_ratio", "memory", "redis", "evictions", "expirations", "refresh
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine under load the store is slow: the gateway would put answers into memory first, and those evict others."""
-    monkeypatch.setattr(cache, "STORE_FIRST_SECONDS", 60.0)
+    monkeypatch.setattr(writing, "STORE_FIRST_SECONDS", 60.0)
 
 
 def store(url: str, namespace: str, connections: int = 16) -> RedisTier:

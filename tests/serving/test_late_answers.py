@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from serving.admin import FlushWhere
-from serving.cache import STORE_FIRST_SECONDS, CacheRules, TieredCache
+from serving.cache import CacheRules, TieredCache
 from serving.crypto import Sealer
 from serving.knobs import Knobs
 from serving.tiers import redis_scripts
@@ -24,6 +24,7 @@ from serving.tiers.arena import ArenaTier
 from serving.tiers.base import Change, Entry, EntryMeta, Outdated, TierUnavailable
 from serving.tiers.labels import LABEL_BYTES, labels_of, labels_where
 from serving.tiers.redis import RedisTier
+from serving.writing import STORE_FIRST_SECONDS
 from tests.serving.entries import entry, key, request
 from tests.serving.gateways import Model, before
 from tests.waiting import until
@@ -284,7 +285,7 @@ async def test_what_a_slow_store_refuses_in_the_end_leaves_memory(nodes: list[No
 async def test_where_a_flush_was_heard_memory_gets_nothing_of_before_without_the_stores_word(
     nodes: list[Node], store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.cache.STORE_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("serving.writing.STORE_FIRST_SECONDS", 0.0)
     here, there = nodes
     since = here.cache.last_removal(ARM)
     await there.cache.outdate(ARM, {"tag": "red"})
@@ -313,7 +314,7 @@ async def test_where_a_flush_was_heard_memory_gets_nothing_of_before_without_the
 async def test_what_was_removed_before_a_slow_store_said_that_it_has_it_leaves_memory(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.cache.STORE_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("serving.writing.STORE_FIRST_SECONDS", 0.0)
     here, there = nodes
     put = here.store.put_numbered
 
