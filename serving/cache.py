@@ -85,6 +85,7 @@ class TieredCache:
     Attributes:
         neighbours: Other nodes' memory, asked between this node's and the store; None: there is none.
         on_outdated: Told the arm whose answers under way are older than a flush, here or at another replica.
+        on_withdrawn: Told the arm and the key of an entry that should not have been given, here.
         on_removed: Told the arm and the keys that left the store; None: all of the arm.
 
     Raises:
@@ -112,6 +113,7 @@ class TieredCache:
         self._confidential = confidential
         self.neighbours: NeighbourCache | None = None
         self.on_outdated: Callable[[str], None] = lambda _: None
+        self.on_withdrawn: Callable[[str, bytes], None] = lambda arm, key: None
         self.on_removed: Callable[[str, Sequence[bytes] | None], None] = lambda arm, keys: None
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
         self._work = asyncio.Event()
@@ -423,6 +425,7 @@ class TieredCache:
         Raises:
             TierUnavailable: If the store cannot be asked; then it may be gone from memory alone.
         """
+        self.on_withdrawn(arm, key)
         if self._shared is not None and self._coherence is not None:
             await self._shared.outdate(arm, {"key": key.hex()}, told=False)
             self._coherence.flushed(arm)

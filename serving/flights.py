@@ -165,14 +165,18 @@ class Flights:
         """Start a flight that nobody else can join: for requests that bypass the cache."""
         return self._start(arm, key, producer, settle, b"", None, None, listed=False)
 
-    def forget(self, arm: str | None = None) -> None:
-        """Let nobody join the flights under way any more, of an arm or of all: after a flush.
+    def forget(self, arm: str | None = None, key: bytes | None = None) -> None:
+        """Let nobody join the flights under way any more, of an arm or of all, of a key or of all: after a flush.
 
         They go on for their readers, and are outdated: they are not to be kept.
         """
+
+        def meant(flight: Flight) -> bool:
+            return arm in (None, flight.arm) and key in (None, flight.key)
+
         for flight in self._tasks:
-            flight.outdated = flight.outdated or arm is None or flight.arm == arm
-        for flight in [flight for flight in self._listed.values() if arm is None or flight.arm == arm]:
+            flight.outdated = flight.outdated or meant(flight)
+        for flight in [flight for flight in self._listed.values() if meant(flight)]:
             self._unlist(flight)
 
     async def close(self, *, seconds: float = 2.0) -> None:

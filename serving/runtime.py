@@ -158,7 +158,7 @@ class Runtime:
             feed=self._flight_feed,
             clock=time.perf_counter,
         )
-        self.cache.on_outdated = self.flights.forget
+        self.cache.on_outdated = self.cache.on_withdrawn = self.flights.forget
         self.fetcher = Fetcher(
             settings,
             upstream=self.upstream,

@@ -517,3 +517,28 @@ async def test_an_answer_under_way_at_a_replica_that_has_not_heard_of_the_flush_
         assert (await under_way).status == 200
         asked = [(await client.ask("a question", tagged, stream=stream)).cache for client in (other, one)]
     assert asked == ["MISS", "HIT"]
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["memory alone", "redis"])
+async def test_an_answer_under_way_when_the_one_before_it_is_judged_bad_is_not_kept_and_nobody_joins_it(
+    redis_url: str, namespace: str, store: bool
+) -> None:
+    model, operator = Model(), {"authorization": "Bearer root"}
+    settings: dict[str, Any] = {"auth": {"admin": [hashlib.sha256(b"root").hexdigest()]}}
+    settings |= {"redis_url": redis_url, "namespace": namespace} if store else {}
+    async with before(model, rules={"ttl_jitter": 0.0}, **settings) as (client,):
+        runtime = client.gateway.runtime
+        first, clock = await client.ask("a question"), runtime.clock
+        runtime.clock = lambda: clock() + 2 * runtime.cache.knobs("control").ttl
+        model.hold.clear()
+        under_way = asyncio.create_task(client.ask("a question"))
+        await until(lambda: len(model.asked) == 2, "the question to have reached the model again")
+        path = f"/admin/v1/entries/{first.headers['x-cache-entry']}/feedback"
+        assert (await client.request("POST", path, json={"verdict": "bad"}, headers=operator)).json["removed"]
+        after = asyncio.create_task(client.ask("a question"))
+        await until(lambda: len(model.asked) == 3, "who asks afterwards to ask for itself")
+        model.hold.set()
+        assert (await under_way).cache == (await after).cache == "MISS"
+        again = await client.ask("a question")
+    assert again.cache == "HIT"
+    assert again.body == (await after).body
