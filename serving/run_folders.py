@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -70,6 +71,26 @@ def temporary(prefix: str, root: Path) -> Iterator[Path]:
         yield folder
 
 
+def make(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, for this user alone; also while others remove them.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    for each in (*reversed(folder.parents), folder):
+        try:
+            if not each.is_dir():
+                each.mkdir(mode=0o700)
+        except FileNotFoundError:  # the one above was removed meanwhile
+            make(folder)
+        except FileExistsError:
+            if not each.is_dir():
+                with contextlib.suppress(FileNotFoundError):
+                    if not stat.S_ISDIR(each.lstat().st_mode):
+                        raise
+                make(folder)
+
+
 def remove_unheld(folder: Path) -> bool:
     """Remove a folder that was held by a process of this user and is held by none; whether it was one."""
     try:
@@ -92,7 +113,7 @@ def _hold(folder: Path) -> int:
     end = time.monotonic() + REMOVAL_SECONDS
     while True:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make(folder)
             descriptor = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # removed meanwhile
             continue

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serving.redis_url import address
-from serving.run_folders import owned, remove_unheld
+from serving.run_folders import make, owned, remove_unheld
 from serving.settings import GatewaySettings
 from tuner.errors import CommandError
 
@@ -31,21 +31,29 @@ def own_run_directory(namespace: str) -> Iterator[Path]:
     """
     folder = run_directory(namespace)
     root = folder.parent
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = root.lstat()
+    found = _made(root)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise CommandError(
             f"{root}: expected a folder that this user alone may write to, for the sockets of cachepilot serve; "
             "remove it, or set XDG_RUNTIME_DIR to another place"
         )
-    for left in root.iterdir():
-        remove_unheld(left)
+    with contextlib.suppress(FileNotFoundError):  # the last of the others takes it along: it is made anew
+        for left in root.iterdir():
+            remove_unheld(left)
     try:
         with owned(folder):
             yield folder
     finally:
         with contextlib.suppress(OSError):  # others have theirs in it
             root.rmdir()
+
+
+def _made(root: Path) -> os.stat_result:
+    """Make the folder; return what it is."""
+    while True:
+        make(root)
+        with contextlib.suppress(FileNotFoundError):
+            return root.lstat()
 
 
 def redis_url(settings: GatewaySettings) -> str:

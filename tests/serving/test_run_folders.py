@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serving import run_folders
-from serving.run_folders import MARK, FolderHeld, held, owned, remove_unheld, temporary
+from serving.run_folders import MARK, FolderHeld, held, make, owned, remove_unheld, temporary
 from tests.requirements import ROOT
 
 HOLDER = """
@@ -117,3 +117,34 @@ def test_who_looks_whether_a_new_folder_was_left_behind_does_not_take_it(tmp_pat
     monkeypatch.setattr(run_folders, "_lock", lambda descriptor: not next(turns, False) and lock(descriptor))
     with temporary("run-", tmp_path) as folder:
         assert not remove_unheld(folder)
+
+
+@pytest.mark.parametrize("meanwhile", ["the one above is removed", "it is made and removed"])
+def test_folders_that_others_remove_while_they_are_made_are_made_anew_for_this_user_alone(
+    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mkdir, turns = tmp_path / "above" / "run", Path.mkdir, iter([True])
+
+    def disturbed(path: Path, mode: int = 0o777) -> None:
+        if path == folder and next(turns, False):
+            if meanwhile == "it is made and removed":
+                raise FileExistsError(path)
+            folder.parent.rmdir()
+        mkdir(path, mode)
+
+    monkeypatch.setattr(Path, "mkdir", disturbed)
+    make(folder)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "link to nowhere"])
+def test_what_is_no_folder_is_refused(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    if what == "file":
+        path.touch()
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError), held(path):
+        pass
