@@ -354,7 +354,8 @@ class Runtime:
         asked, by_meaning = inbound.asked, self.meaning.enabled and self.by_meaning(inbound)
         if not by_meaning and asked.fp.text and self.meaning.enabled:
             asked = replace(asked, directives=replace(asked.directives, max_error=0.0))
-        await self.fetcher.storing.arrived(arm, asked.fp.key, asked.fp.context if by_meaning else b"")
+        if not asked.directives.no_store:
+            await self.fetcher.storing.arrived(arm, asked.fp.key, asked.fp.context if by_meaning else b"")
         if not (asked.directives.no_store or asked.directives.no_cache):
             self.metrics.count("cachepilot_cacheable_lookups_total", arm)
         found = await self.cache.lookup(

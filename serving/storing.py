@@ -39,7 +39,7 @@ class Storing:
         return len(self._tasks)
 
     def begin(self, arm: str, key: bytes, context: bytes, store: Callable[[], Awaitable[None]], *, rounds: int = 0) -> None:
-        """Begin to store an answer; known as under way from now on.
+        """Begin to store an answer, after the one before it of the same key; known as under way from now on.
 
         Args:
             arm: Its arm.
@@ -48,7 +48,9 @@ class Storing:
             store: Stores it; raises nothing.
             rounds: Rounds of the event loop to let pass before.
         """
-        task = asyncio.get_running_loop().create_task(_later(store, rounds), name="store-answer")
+        before = self._puts.get((arm, key))
+        work = _later(store, rounds, before.task if before is not None else None)
+        task = asyncio.get_running_loop().create_task(work, name="store-answer")
         put = self._puts[arm, key] = _Put(arm, key, context, task)
         self._tasks.add(task)
 
@@ -84,7 +86,9 @@ class Storing:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _later(store: Callable[[], Awaitable[None]], rounds: int) -> None:
+async def _later(store: Callable[[], Awaitable[None]], rounds: int, before: asyncio.Task[None] | None) -> None:
     for _ in range(rounds):
         await asyncio.sleep(0)
+    if before is not None:
+        await asyncio.wait({before})  # where it comes to the store later it would take the place of the newer one
     await store()

@@ -68,6 +68,25 @@ async def test_of_two_answers_to_a_key_the_newer_is_waited_for() -> None:
     assert not storing.under_way("arm", KEY)
 
 
+async def test_of_two_answers_to_a_key_the_newer_is_stored_last() -> None:
+    storing, gate, order = Storing(60.0), asyncio.Event(), list[str]()
+
+    async def slow() -> None:
+        await gate.wait()
+        order.append("older")
+
+    async def quick() -> None:
+        order.append("newer")
+
+    storing.begin("arm", KEY, b"", slow)
+    storing.begin("arm", KEY, b"", quick)
+    storing.begin("arm", OTHER, b"", quick)
+    await storing.arrived("arm", OTHER)
+    gate.set()
+    await storing.close()
+    assert order == ["newer", "older", "newer"]
+
+
 async def test_the_answer_goes_first() -> None:
     storing, order = Storing(60.0), list[str]()
 
@@ -120,3 +139,20 @@ async def test_an_answer_that_is_not_stored_yet_at_a_flush_is_not_kept(monkeypat
         await client.gateway.runtime.cache.flush("control")
         await storing.all_arrived()
         assert (await client.ask("hello")).cache == "MISS"
+
+
+async def test_who_would_have_nothing_stored_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "STORE_SECONDS", 3600.0)
+    gate = asyncio.Event()
+    async with gateway(Model()) as client:
+        put = client.gateway.runtime.cache.put
+
+        async def late(*args: Any, **named: Any) -> int:
+            await gate.wait()
+            return await put(*args, **named)
+
+        monkeypatch.setattr(client.gateway.runtime.cache, "put", late)
+        assert (await client.ask("hello")).cache == "MISS"
+        assert (await client.ask("hello", {"cache-control": "no-store"})).cache == "BYPASS"
+        assert len(client.gateway.runtime.fetcher.storing) == 1
+        gate.set()
