@@ -263,7 +263,10 @@ def resolve_rows(settings: EvaluationSettings) -> tuple[list[Row], list[str]]:
             if not directories:
                 words = f"row {row.label!r}: no directory matches {row.artifacts!r}"
                 if not row.optional:
-                    raise InputError(f"{words}: train the policies there (cachepilot train), or name others: label=directory")
+                    raise InputError(
+                        f"{words}: train the policies there (cachepilot train), or name others: label=directory, or ppo:suites, "
+                        "the policy that comes with cachepilot"
+                    )
                 left_out.append(words)
                 continue
             rows.append(_trained(row, directories))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -295,8 +296,26 @@ def changed(settings: TrainSettings, **values: Any) -> TrainSettings:
 
 
 def _said(error: ValidationError) -> str:
-    items = error.errors()
-    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'settings'} = {item['input']!r}: {item['msg']}" for item in items)
+    found = []
+    for item in error.errors():
+        place = ".".join(map(str, item["loc"])) or "settings"
+        known = _known_keys(item["loc"][:-1]) if item["type"] == "extra_forbidden" else []
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1) if known else []
+        hint = f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of: {', '.join(known)}"
+        found.append(f"{place} = {item['input']!r}: {hint if known else item['msg']}")
+    return "; ".join(found)
+
+
+def _known_keys(section: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that a section of the settings has; none where it is not a section of them."""
+    model: Any = TrainSettings
+    for key in section:
+        field = model.model_fields.get(key)
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if model is None:
+            return []
+    return sorted(model.model_fields)
 
 
 def code_digest() -> str:

@@ -186,6 +186,12 @@ def train(
     settings = changed(load_train_settings(config), output=output, seeds=seed, variants=variant, traces_dir=traces)
     try:
         paths = run_training(settings, command=_command(), console=err, fresh=fresh, ray=ray or None)
+    except KeyboardInterrupt:
+        err.print(
+            "interrupted: the same command goes on from its last checkpoint, if it has made one; with --fresh it begins anew",
+            style="yellow",
+        )
+        raise typer.Exit(130) from None
     except ValueError as error:
         # Checkpoints of another training, demonstrations or traces that cannot be used: told as python -m experiments.train does.
         raise CommandError(f"train: {error}") from error
@@ -241,6 +247,8 @@ def replay(
     with err.status("replaying") as status:
         result = asyncio.run(send(status.update))
     _show(result.summary(), as_json)
+    if caveat := result.caveat():
+        err.print(caveat, style="yellow", markup=False, soft_wrap=True)
     if result.stopped:
         raise typer.Exit(130)
 

@@ -195,7 +195,11 @@ def summary_panel(summary: Mapping[str, Any]) -> Panel:
     lines = [Text(f"{summary['verdict']}: {summary['reason']}", style="bold")]
     unsent = summary["replay"].get("planned", 0) - summary["replay"].get("sent", 0)
     if unsent > 0:
-        why = "the time was up" if summary["complete"] else "interrupted"
+        why = (
+            "the time was up (a busy or slow machine sends fewer: --minutes gives it longer)"
+            if summary["complete"]
+            else "interrupted"
+        )
         lines.append(Text(f"{unsent:,} of {summary['replay']['planned']:,} requests were not sent: {why}", style="yellow"))
     if not summary.get("complete", True):
         lines.append(Text("interrupted: the report is of what was seen until then", style="yellow"))

@@ -265,7 +265,7 @@ def test_rows_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path) ->
 
     with pytest.raises(InputError, match=r"row 'mine': policy 'curv'.*did you mean curve"):
         resolve_rows(settings(policy="curv"))
-    with pytest.raises(InputError, match=r"no directory matches .*train the policies there"):
+    with pytest.raises(InputError, match=r"no directory matches .*train the policies there.*ppo:suites"):
         resolve_rows(settings(artifacts=f"{tmp_path}/none-*"))
     (tmp_path / "broken").mkdir()
     with pytest.raises(ValueError, match="broken"):

@@ -79,7 +79,8 @@ def test_the_closing_panel_shows_every_figure_whole_and_what_was_not_sent() -> N
         "1.64 s to 1.92 s",
         "$0.627 to $1.548",
         "11.5 MiB",
-        "2 of 100 requests were not sent",
+        "2 of 100 requests were not sent: the time was up",
+        "--minutes gives it longer",
     ):
         assert text in drawn, drawn
     assert "…" not in drawn

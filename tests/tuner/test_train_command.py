@@ -30,7 +30,14 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("seeds: []", "seeds = []"), ("nmae: x", "nmae = 'x'"), ("a: [", "expected a readable YAML file"), ("- x", "a mapping")],
+    [
+        ("seeds: []", "seeds = []"),
+        ("nmae: x", "nmae = 'x': unknown key; did you mean 'name'?"),
+        ("ppo: {n_step: 128}", "ppo.n_step = 128: unknown key; did you mean 'n_steps'?"),
+        ("ray: {xyz: 1}", "ray.xyz = 1: unknown key; expected one of: "),
+        ("a: [", "expected a readable YAML file"),
+        ("- x", "a mapping"),
+    ],
 )
 def test_bad_settings_are_a_fault_of_usage(refused: Refusal, text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
@@ -62,3 +69,16 @@ def test_what_stands_in_the_way_of_a_training_is_told(refused: Refusal, tmp_path
         told = refused("--config", path, "--output", tmp_path, code=1)
         assert told.startswith("error: train: ")
         assert words in told
+
+
+def test_who_interrupts_a_training_is_told_how_it_goes_on(
+    refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("name: good")
+
+    def interrupted(*arguments: object, **named: object) -> list[Path]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments.train, "train", interrupted)
+    assert "the same command goes on from its last checkpoint" in refused("--config", path, "--output", tmp_path, code=130)
