@@ -25,8 +25,8 @@ KNOWN = {
     "libcachesim_csv": "CSV with columns like time, obj_id (or lbn), size",
     "access_log": "an Apache or nginx access log, common or combined format",
     "gateway": "the gateway's own access log, JSON lines",
-    "csv": "any CSV, with columns={'time': ..., 'key': ..., 'size': ...}",
-    "parquet": "any Parquet file, with columns={'time': ..., 'key': ..., 'size': ...}",
+    "csv": "any CSV, with columns={'time': ..., 'key': ..., 'size': ...} (--column time=..., each)",
+    "parquet": "any Parquet file, with columns={'time': ..., 'key': ..., 'size': ...} (--column time=..., each)",
 }
 """Formats by name, with what tells them."""
 
@@ -102,7 +102,8 @@ def _natural(given: Input, names: list[str]) -> dict[str, str]:
     columns = mapped.natural_map(names)
     if not columns:
         raise given.error(
-            "a map of its columns, columns={'time': ..., 'key': ..., 'size': ...}, since they are not named by what they are",
+            "a map of its columns, columns={'time': ..., 'key': ..., 'size': ...} (--column time=... --column key=... "
+            "--column size=...), since they are not named by what they are",
             None,
             ", ".join(names),
         )
@@ -200,4 +201,4 @@ def _unknown(given: Input, head: bytes) -> TraceError:
     known = "; ".join(f"{name}: {form}" for name, form in KNOWN.items())
     first = head.split(b"\n", 1)[0][:200]
     shown = first.decode(errors="replace") if _is_text(head) else repr(first[:24])
-    return given.error(f"one of the known formats ({known}), or its name as format=", 1, shown)
+    return given.error(f"one of the known formats ({known}), or its name as format= (--format)", 1, shown)
