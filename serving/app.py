@@ -61,10 +61,11 @@ _RAYS_MARKS = (b":job_id:", b":actor_name:", b":task_name:")
 
 _HAPROXY = """#!/bin/sh
 # Ray Serve's HAProxy configuration listens on every interface with its statistics and metrics: keep them on loopback.
+# And with splice-request, a client that leaves goes unnoticed if its request's head and body came apart (HAProxy 2.8).
 previous=
 for argument; do
   if [ "$previous" = "-f" ]; then
-    sed -i -E 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' "$argument"
+    sed -i -E -e 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' -e '/^[[:space:]]*option splice-request/d' "$argument"
   fi
   previous=$argument
 done

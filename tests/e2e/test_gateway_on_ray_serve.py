@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -156,24 +157,31 @@ async def test_every_request_leaves_one_line_without_its_text(stack: Stack) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_missed_behind_the_ingress(stream: bool, stack: Stack) -> None:
-    question = stack.question()
-    key = _key(stack, question)
-
     def running() -> float:
         lines = fetch(stack.model.metrics_url).body.decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
     parts = urlsplit(stack.gateway.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30.0)
-    given = {"content-type": "application/json", "x-llm-sim-output-tokens": "1000000"}  # which takes the model 20 seconds
-    connection.request("POST", "/v1/chat/completions", json.dumps(chat(question, stream=stream)), given)
-    if stream:
-        connection.getresponse().read(1)
-    await until(lambda: running() == 1, "the model to be asked")
-    connection.close()
-    await until(lambda: running() == 0, "the model to be given up")
-    await until(lambda: any(record.key == key for record in _records(stack)), "the access log")
-    assert [(record.outcome, record.status) for record in _records(stack) if record.key == key] == [("left", 499)]
+    questions = [stack.question() for _ in range(3)]
+    for question in questions:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30.0)
+        body = json.dumps(chat(question, stream=stream)).encode()
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", str(len(body)))
+        connection.putheader("x-llm-sim-output-tokens", "1000000")  # which takes the model 20 seconds
+        connection.endheaders()
+        await asyncio.sleep(0.002)  # head and body come apart: HAProxy did not notice most of those who then left
+        connection.send(body)
+        if stream:
+            connection.getresponse().read(1)
+        await until(lambda: running() == 1, "the model to be asked")
+        connection.close()
+        await until(lambda: running() == 0, "the model to be given up")
+    for question in questions:
+        key = _key(stack, question)
+        await until(lambda key=key: any(record.key == key for record in _records(stack)), "the access log")  # type: ignore[misc]
+        assert [(record.outcome, record.status) for record in _records(stack) if record.key == key] == [("left", 499)]
 
 
 def test_errors_pass_through_the_ingress_with_their_status_and_shape(stack: Stack) -> None:
