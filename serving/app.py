@@ -25,6 +25,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -37,6 +38,7 @@ import psutil
 import yaml
 
 from serving import run_folders
+from serving.draining import drain
 from serving.ports import free_port
 from serving.settings import GatewaySettings
 
@@ -75,6 +77,9 @@ if command -v setpriv >/dev/null 2>&1; then
 fi
 exec {binary} "$@"
 """
+
+_SOCKETS = "h"
+"""Where HAProxy's sockets are, in the gateway's scratch folder."""
 
 _BUSY = "Where other work keeps the machine busy, start it again when there is less of that"
 
@@ -182,6 +187,8 @@ class Running:
         service_discovery: Prometheus' file-based service discovery, written by Ray's dashboard; None without the dashboard.
         metrics_targets: Gives the URLs where Ray's nodes export metrics.
         shutdown: Ends it before its context does; may be called twice.
+        drain: Takes no more requests, and waits for those under way, so many seconds and until the event; how many are left.
+            Without HAProxy 0 at once: Ray's own proxy cannot stop to take them.
         logs: Folder of the replicas' logs, one file each; gone when the gateway has ended, unless :func:`start` was given it.
     """
 
@@ -190,6 +197,7 @@ class Running:
     service_discovery: Path | None
     metrics_targets: Callable[[], list[str]]
     shutdown: Callable[[], None]
+    drain: Callable[[float, threading.Event], int]
     logs: Path
 
 
@@ -278,6 +286,7 @@ def start(
             scratch / "ray" / SERVICE_DISCOVERY if dashboard else None,
             _metrics_targets,
             closing.close,
+            lambda seconds, hurry: _drain(scratch, seconds, hurry),
             logs if logs is not None else session_logs / "serve",
         )
 
@@ -338,6 +347,16 @@ class _Quiet(io.TextIOBase):
         self._out.flush()
 
 
+def _drain(scratch: Path, seconds: float, hurry: threading.Event) -> int:
+    """Drain the ingress; one that cannot be told to is cut off."""
+    for admin in (scratch / _SOCKETS).glob("*/admin.sock"):  # in a folder of the node's
+        try:
+            return drain(admin, seconds, hurry)
+        except OSError as error:
+            logging.getLogger(__name__).warning("the ingress is ended with what is under way: %s", error)
+    return 0
+
+
 def _shutdown_serve() -> None:
     import ray
     from ray import serve
@@ -372,7 +391,7 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
     binary = _haproxy_binary() if haproxy else None
     if binary is None:
         return common
-    sockets = scratch / "h"  # Ray adds its node id, 56 characters of the 97 that HAProxy allows
+    sockets = scratch / _SOCKETS  # Ray adds its node id, 56 characters of the 97 that HAProxy allows
     wrapper = scratch / "haproxy"
     wrapper.write_text(_HAPROXY.format(binary=shlex.quote(binary)), encoding="utf-8")
     wrapper.chmod(0o700)

@@ -31,6 +31,8 @@ from tuner.local import own_run_directory, redis_url
 def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; returns when everything has ended, also where one comes before it has started.
 
+    Requests under way get ``gateway.drain`` seconds, or until a second signal.
+
     Args:
         settings: Everything; ``gateway`` is used.
         port: Overrides ``gateway.port``.
@@ -44,7 +46,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
     """
     gateway = settings.gateway
     url = redis_url(gateway)
-    over, stdout = threading.Event(), sys.stdout
+    over, hurry, stdout = threading.Event(), threading.Event(), sys.stdout
 
     def tell(text: str) -> None:
         with contextlib.redirect_stdout(stdout):
@@ -53,7 +55,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
     def listen() -> None:
         # Nothing is raised: in a library's callback that would be lost, or leave a lock taken.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: over.set())
+            signal.signal(number, lambda *_: (hurry if over.is_set() else over).set())
 
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -106,6 +108,9 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         say("Ctrl-C ends it")
         over.wait()
         tell("ending")
+        left = running.drain(gateway.drain, hurry)
+        if left:
+            tell(f"{left} request(s) cut off: no answer within gateway.drain, {gateway.drain:g} s, or before the second signal")
 
 
 def _keep_log(log: Path, folder: Path) -> None:

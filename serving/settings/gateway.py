@@ -48,6 +48,7 @@ class GatewaySettings(Settings):
         auth: Who may ask.
         storage: How entries are kept in Redis.
         haproxy: Whether the HAProxy ingress is used where it is available.
+        drain: Seconds that requests under way have for their answers when ``cachepilot serve`` is ended; behind HAProxy alone.
     """
 
     namespace: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "cachepilot"
@@ -76,6 +77,7 @@ class GatewaySettings(Settings):
     auth: AuthSettings = AuthSettings()
     storage: StorageSettings = StorageSettings()
     haproxy: bool = True
+    drain: Annotated[float, Field(ge=0.0, le=3600.0)] = 10.0
 
     @field_validator("namespace")
     @classmethod

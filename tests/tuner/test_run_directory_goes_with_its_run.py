@@ -55,7 +55,7 @@ def test_a_folder_that_others_can_write_to_is_refused(planted: str, runtime: Pat
 def test_serve_leaves_no_folder_and_refuses_a_namespace_that_another_run_has(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Running("http://127.0.0.1:9", 1, None, lambda: [], lambda: None, tmp_path)
+    running = Running("http://127.0.0.1:9", 1, None, lambda: [], lambda: None, lambda *_: 0, tmp_path)
     monkeypatch.setattr(serving_commands, "start", lambda *_, **__: contextlib.nullcontext(running))
     settings = Settings.model_validate({"gateway": {"namespace": "shop"}})
 

@@ -61,7 +61,7 @@ def test_an_arena_that_cannot_be_used_is_told_of(
             raise Told
 
     with ready(memory) as url:
-        running = Running(url, 1, None, lambda: [], lambda: None, tmp_path)
+        running = Running(url, 1, None, lambda: [], lambda: None, lambda *_: 0, tmp_path)
         monkeypatch.setattr(serving_commands, "start", lambda *_, **__: contextlib.nullcontext(running))
         settings = Settings.model_validate({"gateway": {"namespace": namespace}})
         with pytest.raises(Told):
@@ -119,7 +119,7 @@ def test_without_a_place_for_logs_the_folder_of_ray_is_named(
             raise Told
 
     with ready("own") as url:
-        running = Running(url, 1, None, lambda: [], lambda: None, tmp_path / "ray")
+        running = Running(url, 1, None, lambda: [], lambda: None, lambda *_: 0, tmp_path / "ray")
         monkeypatch.setattr(serving_commands, "start", lambda *_, **__: contextlib.nullcontext(running))
         settings = Settings.model_validate({"gateway": {"namespace": namespace}})
         with pytest.raises(Told):
