@@ -157,7 +157,7 @@ def print_simulation(result: Simulation, out: Console) -> None:
     _print_warnings(result.warnings, out)
     out.print(
         f"{len(result.rows):,} windows of {ttl_words(result.window)} (--json has each); "
-        f"{figures.requests / max(result.run_seconds, 1e-9):,.0f} requests a second, reading included",
+        f"{figures.requests / max(result.run_seconds, 1e-9):,.0f} requests a second, reading (at first compiling) included",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
 
