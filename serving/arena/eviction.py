@@ -18,6 +18,7 @@ from serving.arena.layout import (
     A_OLDEST,
     ARM_WORDS,
     ARMS,
+    BUCKET_UNITS,
     CORRUPT,
     HEADER_WORDS,
     KEY_WORDS,
@@ -123,6 +124,8 @@ def detach(words: Words, private: Words, word: int) -> bool:
     at = slot_at(slot)
     record = at * UNIT_WORDS
     arm = record_arm(words, record)
+    if arm >= ARMS:
+        return False
     place = arm_word(arm)
     if not dequeue(words, private, arm, at):
         return False
@@ -192,8 +195,10 @@ def evict(words: Words, private: Words, arm: int) -> int:
         at = words[place + A_OLDEST]
         if not is_record(words, private, at) or record_arm(words, at * UNIT_WORDS) != arm:
             return CORRUPT
-        word = slot_of(words, private, at)
-        number = words[at * UNIT_WORDS + R_SLOT] & 7
+        word = slot_of(words, private, at)  # looked for again: it need not be what it was
+        if word < 0:
+            return CORRUPT
+        number = (word - private[P_INDEX] * UNIT_WORDS) % (BUCKET_UNITS * UNIT_WORDS)
         if (load(words, word - number) >> number) & 1 == 0 or spared <= 0:
             return evict_slot(words, private, word)
         keep_bits(words, word - number, ~(1 << number))
