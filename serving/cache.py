@@ -21,7 +21,7 @@ from typing import Protocol
 from serving.adoption import Adoption
 from serving.budgets import Budgets
 from serving.coherence import Coherence, Store
-from serving.ending import end
+from serving.ending import end, report_failure
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
 from serving.lookup import Lookup, answer_of
@@ -163,9 +163,8 @@ class TieredCache:
         for arm in begun:
             if self._coherence is not None:
                 self._coherence.begin(arm)
-            elif self.memory.mark_now(arm):  # copies of a store that is no longer there to say what it removed
-                self.memory.flush_now(arm)
-                self.memory.update_mark_now(arm, lambda _: 0)
+            else:
+                self._drop_copies(arm)
         await self._budgets.settle_store()
         self._work.set()
         self._start()
@@ -184,10 +183,9 @@ class TieredCache:
         """
         before, self.memory = self.memory, memory
         arms = self._budgets.arms
-        for arm in arms:
-            if self.store is None and memory.mark_now(arm):  # as in apply()
-                memory.flush_now(arm)
-                memory.update_mark_now(arm, lambda _: 0)
+        if self.store is None:
+            for arm in arms:
+                self._drop_copies(arm)
         self._budgets.move(memory, memories, provisional=provisional)
         if self._writing is not None:
             self._writing.memory = memory
@@ -472,6 +470,12 @@ class TieredCache:
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
+    def _drop_copies(self, arm: str) -> None:
+        """Empty memory of an arm's copies of a store that is no longer there to say what it removed, if that is what it has."""
+        if self.memory.mark_now(arm):
+            self.memory.flush_now(arm)
+            self.memory.update_mark_now(arm, lambda _: 0)
+
     def _usable(self, arm: str, key: bytes) -> bool:
         return self._coherence is None or self._coherence.usable(arm, key)
 
@@ -596,7 +600,7 @@ class TieredCache:
             if self._shared is not None:
                 self._tasks.append(asyncio.create_task(self._follow(self._shared), name="cache-change-feed"))
             for task in self._tasks:
-                task.add_done_callback(_report_failure)
+                task.add_done_callback(report_failure)
 
     async def _maintain(self) -> None:
         """Catch up with what was missed: budgets, what left the store, and the vectors that other replicas wrote."""
@@ -677,8 +681,3 @@ class TieredCache:
             self.on_outdated(change.arm)
             if change.kind == "flush" and vectors is not None:
                 vectors.flush(change.arm)
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("%s stopped", task.get_name(), exc_info=task.exception())

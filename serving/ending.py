@@ -1,11 +1,13 @@
-"""Ending background tasks for certain."""
+"""How background tasks end: for certain where they are to, and not without a word where they are not."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 _AGAIN_SECONDS = 0.5
+_log = logging.getLogger(__name__)
 
 
 async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
@@ -22,3 +24,9 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in done:
             if not task.cancelled():
                 task.exception()
+
+
+def report_failure(task: asyncio.Task[None]) -> None:
+    """Log that a task has failed that should have gone on: for :meth:`asyncio.Task.add_done_callback`."""
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("%s stopped", task.get_name(), exc_info=task.exception())

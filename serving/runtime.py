@@ -24,7 +24,7 @@ from serving.cache import VECTOR, Lookup, TieredCache
 from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState
 from serving.crypto import Sealer
 from serving.embedding import DIMENSIONS
-from serving.ending import end
+from serving.ending import end, report_failure
 from serving.feed import AccessFeed, LocalFeed, RedisFeed
 from serving.fetching import Call, Fetcher
 from serving.flight_feed import FlightFeed
@@ -316,7 +316,7 @@ class Runtime:
 
     def _background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=f"{name}-{self.replica}")
-        task.add_done_callback(_report_failure)
+        task.add_done_callback(report_failure)
         self._tasks.append(task)
 
     # -- answering -----------------------------------------------------------------------------------------------------------
@@ -559,8 +559,3 @@ class Runtime:
         while True:
             await asyncio.sleep(self.settings.warmup.period)
             await warmer.tick(self.clock())
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("%s stopped", task.get_name(), exc_info=task.exception())

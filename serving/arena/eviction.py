@@ -18,7 +18,6 @@ from serving.arena.layout import (
     A_OLDEST,
     ARM_WORDS,
     ARMS,
-    BUCKET_UNITS,
     CORRUPT,
     HEADER_WORDS,
     KEY_WORDS,
@@ -40,7 +39,7 @@ from serving.arena.layout import (
     slot_at,
     slot_units,
 )
-from serving.arena.reader import bucket_word, has_memory, points_inside
+from serving.arena.reader import bucket_word, has_memory, points_inside, slot_number
 from serving.arena.space import release
 from serving.compiled import compiled
 
@@ -198,7 +197,7 @@ def evict(words: Words, private: Words, arm: int) -> int:
         word = slot_of(words, private, at)  # looked for again: it need not be what it was
         if word < 0:
             return CORRUPT
-        number = (word - private[P_INDEX] * UNIT_WORDS) % (BUCKET_UNITS * UNIT_WORDS)
+        number = slot_number(private, word)
         if (load(words, word - number) >> number) & 1 == 0 or spared <= 0:
             return evict_slot(words, private, word)
         keep_bits(words, word - number, ~(1 << number))

@@ -61,6 +61,12 @@ def bucket_word(private: Words, bucket: int) -> int:
     return private[P_INDEX] * UNIT_WORDS + bucket * _BUCKET_WORDS  # type: ignore[no-any-return]
 
 
+@compiled("int64(int64[::1], int64)", allocates=False)
+def slot_number(private: Words, word: int) -> int:
+    """Return which slot of its bucket the one at that word is, from 1."""
+    return (word - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS  # type: ignore[no-any-return]
+
+
 @compiled("int64(int64)", allocates=False)
 def overflowed(state: int) -> int:
     """Return how many entries of the bucket are in their other one, by its state."""
@@ -131,7 +137,7 @@ def candidate(words: Words, private: Words, value: int, after: int) -> int:
     home: int = bucket_word(private, home_bucket(value, private[P_BUCKETS]))
     base, number = home, 1
     if after != 0:
-        number = (after - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS + 1
+        number = slot_number(private, after) + 1
         base = after + 1 - number
     while True:
         while number <= SLOTS:
@@ -148,7 +154,7 @@ def candidate(words: Words, private: Words, value: int, after: int) -> int:
 @compiled("void(int64[::1], int64[::1], int64)", allocates=False)
 def mark(words: Words, private: Words, word: int) -> None:
     """Set the bit that says that the entry of the slot at that word was used."""
-    number = (word - private[P_INDEX] * UNIT_WORDS) % _BUCKET_WORDS
+    number = slot_number(private, word)
     if (load(words, word - number) >> number) & 1 == 0:  # else a line that all read would go from processor to processor
         set_bits(words, word - number, 1 << number)
 

@@ -355,16 +355,10 @@ class RedisTier:
         return unpack(key, stored, self._seal(arm)) if stored is not None else None, int(removals or 0)
 
     async def put_numbered(self, arm: str, entry: Entry, *, since: int | None = None) -> tuple[int, int]:
-        """:meth:`put`, and the number of the arm's last removal at that moment.
-
-        Args:
-            arm: The arm.
-            entry: The entry.
-            since: Number of one of the arm's removals that was known before the answer was asked for; None: it is stored in
-                any case.
+        """:meth:`serving.tiers.base.SharedTier.put_numbered`.
 
         Raises:
-            Outdated: If a flush later than ``since`` covers the entry, or may: nothing is stored, and what is there stays.
+            Outdated: If a flush later than ``since`` covers the entry, or may.
             TierUnavailable: If Redis did not answer in time or refused; the entry may have been stored all the same.
             ValueError: If the key does not have 32 bytes.
         """

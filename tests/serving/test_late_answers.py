@@ -244,6 +244,16 @@ async def nodes(redis_url: str, namespace: str, tmp_path: Path) -> AsyncIterator
         await node.cache.close()
 
 
+async def flush_by(node: Node, how: str) -> None:
+    """Flush what covers the first entry, which is nowhere yet."""
+    if how == "all":
+        await node.cache.flush(ARM)
+    elif how == "tag":
+        await node.cache.outdate(ARM, {"tag": "red"})
+    else:
+        assert await node.cache.withdraw(ARM, key(1)) is False
+
+
 @pytest.mark.parametrize("how", ["all", "tag", "id"])
 async def test_an_answer_that_lands_after_a_flush_of_which_its_node_has_not_heard_is_kept_nowhere(
     nodes: list[Node], how: str
@@ -251,12 +261,7 @@ async def test_an_answer_that_lands_after_a_flush_of_which_its_node_has_not_hear
     here, there = nodes
     since = here.cache.last_removal(ARM)
     here.cache._changed = lambda change: None  # type: ignore[method-assign]  # it hears of nothing
-    if how == "all":
-        await there.cache.flush(ARM)
-    elif how == "tag":
-        await there.cache.outdate(ARM, {"tag": "red"})
-    else:
-        assert await there.cache.withdraw(ARM, key(1)) is False
+    await flush_by(there, how)
     await here.cache.put(ARM, described(1), now=0.0, since=since)
     assert not here.remembers(1)
     assert [(await node.cache.lookup(ARM, request(1), now=1.0)).outcome for node in nodes] == ["miss", "miss"]
@@ -381,12 +386,7 @@ async def test_what_was_under_way_at_a_flush_by_the_node_itself_waits_for_the_st
     here, _ = nodes
     since = here.cache.last_removal(ARM)
     here.cache._changed = lambda change: None  # type: ignore[method-assign]
-    if how == "all":
-        await here.cache.flush(ARM)
-    elif how == "tag":
-        await here.cache.outdate(ARM, {"tag": "red"})
-    else:
-        await here.cache.withdraw(ARM, key(1))
+    await flush_by(here, how)
 
     async def away(*_: object, **__: object) -> tuple[int, int]:
         raise TierUnavailable("away")
