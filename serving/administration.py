@@ -10,7 +10,7 @@ from serving.audit import Audit, FileAudit, LogAudit, RedisAudit
 from serving.redis_url import address
 from serving.runtime import Runtime
 from serving.settings import GatewaySettings
-from serving.tiers.base import Entry, EntryMeta
+from serving.tiers.base import Entry, EntryMeta, TierUnavailable
 
 DELETE_STEP = 500
 """Entries removed by one call to the store."""
@@ -94,22 +94,35 @@ class Administration:
         return await self._runtime.cache.withdraw(arm, key) if verdict == "bad" else False
 
     async def flush(self, where: FlushWhere) -> int:
-        """Remove the entries that match, from every tier of every replica; how many there were."""
-        runtime, removed = self._runtime, 0
-        await runtime.fetcher.storing.all_arrived()
-        for arm in runtime.names:
-            if where.arm not in (None, arm):
-                continue
-            if where.whole_arms:
-                removed += await runtime.cache.flush(arm)
-                continue
-            # What is under way was asked before the flush.
-            await runtime.cache.outdate(arm, {name: value for name, value in where.given().items() if name != "arm"})
-            doomed: list[bytes] = []
-            async for step in runtime.cache.heads(arm):
-                doomed += [head.key for head in step if where.matches(arm, EntryMeta.load(head.meta))]
-            for first in range(0, len(doomed), DELETE_STEP):
-                removed += await runtime.cache.delete_many(arm, doomed[first : first + DELETE_STEP])
+        """Remove the entries that match, from every tier of every replica; how many there were.
+
+        Raises:
+            TierUnavailable: If the store cannot be asked, for some arm: what can be removed of the others is.
+        """
+        await self._runtime.fetcher.storing.all_arrived()
+        removed, away = 0, None
+        for arm in self._runtime.names:
+            if where.arm in (None, arm):
+                try:
+                    removed += await self._flush_arm(arm, where)
+                except TierUnavailable as error:
+                    away = error
+        if away is not None:
+            raise away
+        return removed
+
+    async def _flush_arm(self, arm: str, where: FlushWhere) -> int:
+        cache = self._runtime.cache
+        if where.whole_arms:
+            return await cache.flush(arm)
+        # What is under way was asked before the flush.
+        await cache.outdate(arm, {name: value for name, value in where.given().items() if name != "arm"})
+        doomed: list[bytes] = []
+        async for step in cache.heads(arm):
+            doomed += [head.key for head in step if where.matches(arm, EntryMeta.load(head.meta))]
+        removed = 0
+        for first in range(0, len(doomed), DELETE_STEP):
+            removed += await cache.delete_many(arm, doomed[first : first + DELETE_STEP])
         return removed
 
     async def _place(self, entry_id: str) -> tuple[str, bytes] | None:

@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from serving.audit import RedisAudit
+from serving.tiers.base import TierUnavailable
 from tests.serving.gateways import Client, Model, before, gateway
 from tests.waiting import until
 
@@ -172,6 +173,32 @@ async def test_a_flush_removes_what_matches_from_every_replica(
             return {name for name, asking in ask.items() if (await asking(one, **only)).status == 200} == left
 
         await until(found, "the flush to be heard of by the other replica")
+
+
+@pytest.mark.parametrize("where", [{"all": True}, {"tag": "red"}], ids=["all", "tag"])
+@pytest.mark.parametrize("failing", ["control", "treatment"])
+async def test_a_flush_that_fails_in_one_arm_is_done_in_the_others_and_says_that_it_failed(
+    where: dict[str, Any], failing: str, redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {"control": {"share": 0.5}, "treatment": {"share": 0.5}}
+    async with gateway(Model(), auth=AUTH, redis_url=redis_url, namespace=namespace, arms=arms) as client:
+        runtime = client.gateway.runtime
+        answers = [await client.ask(f"question {number}", {**bearer("a1"), "x-cache-tags": "red"}) for number in range(20)]
+        await runtime.fetcher.storing.all_arrived()
+        assert {answer.headers["x-cache-arm"] for answer in answers} == set(arms)
+        for name in ("flush", "outdate"):
+            call = getattr(runtime.cache, name)
+
+            async def one_fails(arm: str, *more: Any, call: Any = call) -> Any:
+                if arm == failing:
+                    raise TierUnavailable(f"away for {arm}")
+                return await call(arm, *more)
+
+            monkeypatch.setattr(runtime.cache, name, one_fails)
+        reply = await client.request("POST", "/admin/v1/flush", json=where, headers=ADMIN)
+        assert (reply.status, reply.json["error"]["code"]) == (503, "store_unavailable")
+        held = {arm: (await runtime.cache.stats(arm))["redis"].entries for arm in arms}
+        assert {arm for arm, entries in held.items() if entries} == {failing}
 
 
 async def test_changes_are_recorded_beside_the_access_log_where_there_is_no_redis(tmp_path: Path) -> None:
