@@ -38,7 +38,7 @@ import psutil
 import yaml
 
 from serving import run_folders
-from serving.draining import drain
+from serving.draining import CONFIGURATION, drain
 from serving.ports import free_port
 from serving.settings import GatewaySettings
 
@@ -286,7 +286,7 @@ def start(
             scratch / "ray" / SERVICE_DISCOVERY if dashboard else None,
             _metrics_targets,
             closing.close,
-            lambda seconds, hurry: _drain(scratch, seconds, hurry),
+            lambda seconds, hurry: _drain(scratch, port, seconds, hurry),
             logs if logs is not None else session_logs / "serve",
         )
 
@@ -347,11 +347,11 @@ class _Quiet(io.TextIOBase):
         self._out.flush()
 
 
-def _drain(scratch: Path, seconds: float, hurry: threading.Event) -> int:
+def _drain(scratch: Path, port: int, seconds: float, hurry: threading.Event) -> int:
     """Drain the ingress; one that cannot be told to is cut off."""
     for admin in (scratch / _SOCKETS).glob("*/admin.sock"):  # in a folder of the node's
         try:
-            return drain(admin, seconds, hurry)
+            return drain(admin, port, seconds, hurry)
         except OSError as error:
             logging.getLogger(__name__).warning("the ingress is ended with what is under way: %s", error)
     return 0
@@ -402,7 +402,7 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         # listen, and its gateway would answer.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(sockets / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(sockets / CONFIGURATION),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(sockets / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(sockets),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(sockets / "server-state"),

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
+import psutil
+
 FRONTEND = "http_frontend"
 """What Ray Serve calls the part of HAProxy that takes requests."""
+
+CONFIGURATION = "haproxy.cfg"
+"""What Ray Serve is told to call HAProxy's configuration."""
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 2.0
 
 
-def drain(admin: Path, seconds: float, hurry: threading.Event) -> int:
+def drain(admin: Path, port: int, seconds: float, hurry: threading.Event) -> int:
     """Stop listening, and wait until no request is under way.
 
     Clients that come find the port closed, as if the gateway had ended already; connections that are kept alive are closed after
     the answer under way.
 
     Args:
-        admin: HAProxy's socket for administration, of level ``admin``.
+        admin: HAProxy's socket for administration, of level ``admin``, in the folder of its configuration.
+        port: Where it listens for clients.
         seconds: How long to wait at most.
         hurry: Ends the waiting.
 
@@ -33,12 +41,16 @@ def drain(admin: Path, seconds: float, hurry: threading.Event) -> int:
     Raises:
         OSError: If HAProxy does not answer.
     """
-    deadline = time.monotonic() + seconds
-    _ask(admin, f"disable frontend {FRONTEND}")  # else the port would stay open for a successor, and who came would hang
-    _ask(admin, f"shutdown frontend {FRONTEND}")  # which closes connections after their answers as well
-    while (left := under_way(_ask(admin, "show stat"))) and time.monotonic() < deadline and not hurry.wait(_POLL_SECONDS):
-        pass
-    return left
+    deadline, closed = time.monotonic() + seconds, ""
+    while True:
+        worker = _worker(_ask(admin, "show info"))
+        if worker != closed:  # the first, or one that has taken its place since
+            _ask(admin, f"disable frontend {FRONTEND}")  # else the port would stay open for a successor, and who came would hang
+            _ask(admin, f"shutdown frontend {FRONTEND}")  # which closes connections after their answers as well
+            closed = worker
+        left = under_way(_ask(admin, "show stat")) + _at_former_workers(admin.parent / CONFIGURATION, worker, port)
+        if not left or time.monotonic() >= deadline or hurry.wait(_POLL_SECONDS):
+            return left
 
 
 def under_way(statistics: str) -> int:
@@ -55,6 +67,31 @@ def under_way(statistics: str) -> int:
         return sum(int(row["scur"]) for row in backends)
     except ValueError as error:
         raise OSError(f"HAProxy: show stat: scur: expected numbers, but {error}") from error
+
+
+def _worker(information: str) -> str:
+    """The process id, of what HAProxy answers to ``show info``."""
+    for line in information.splitlines():
+        name, _, value = line.partition(": ")
+        if name == "Pid":
+            return value.strip()
+    raise OSError(f"HAProxy: show info: expected a line with Pid, got {information[:80]!r}")
+
+
+def _at_former_workers(configuration: Path, worker: str, port: int) -> int:
+    """How many requests are under way at processes whose place another has taken.
+
+    Whenever its configuration changes, as where a replica starts, Ray puts another process in HAProxy's place. The one before it
+    ends once its requests have their answers; it has closed its idle connections, and nothing tells of those that are left.
+    """
+    count = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(process.pid) != worker and str(configuration) in process.cmdline():
+                process.send_signal(signal.SIGUSR1)  # it may not have heard of its successor, and listen beside that
+                connections = process.net_connections("tcp")
+                count += sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in connections)
+    return count
 
 
 def _ask(admin: Path, command: str) -> str:
