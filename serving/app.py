@@ -255,7 +255,7 @@ def start(
         if logs is not None:
             stack.callback(_keep_what_crashed, session_logs, logs)
         stack.callback(ray.shutdown)
-        with _ray_in_words():
+        with _in_words("Ray"):
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -269,7 +269,8 @@ def start(
             )
         stack.callback(_shutdown_serve)
         logging_config = {"log_level": "WARNING", **({} if logs is None else {"logs_dir": str(logs)})}
-        serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
+        with _in_words("Ray Serve"):
+            serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
         serve.run(
             application(settings, replica),
             name=APPLICATION,
@@ -292,11 +293,12 @@ def start(
 
 
 @contextlib.contextmanager
-def _ray_in_words() -> Iterator[None]:
+def _in_words(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Ray raises no narrower one when its processes do not come up in time
-        raise GatewayNotStarted(f"Ray did not start on this machine: {error} {_BUSY}") from error
+    except Exception as error:  # Ray raises no narrower one when its processes do not come up in time, or die
+        cause = getattr(error, "cause", None) or error  # without the traceback of the actor in which it was raised
+        raise GatewayNotStarted(f"{what} did not start on this machine: {cause} {_BUSY}") from error
 
 
 def _keep_what_crashed(session_logs: Path, logs: Path) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 _FIRST = 20_000
 """Above the ports that ``ray start`` gives its workers."""
 
+_LAST = 29_999
+"""Below the ports that Ray Serve gives its replicas, from 30,000 on: the first few are taken as soon as a gateway starts."""
+
 _SYSTEMS_FIRST = 32_768
 """First port of the system's own choice on Linux, where it does not say."""
 
@@ -30,7 +33,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         OSError: If the host is none of this machine's addresses.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        end = _systems_first()
+        end = min(_systems_first(), _LAST + 1)
         for _ in range(_TRIES if end > _FIRST + 1000 else 0):
             port = random.randrange(_FIRST, end)
             if port not in _given and _bound(host, port):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.bench.forwarding import forwarding
 from experiments.bench.load import Load, drive, generator
 from experiments.bench.probe import Connection, Reply, burst
 from experiments.bench.result import BenchResult
@@ -111,6 +112,12 @@ def run(scale: Scale | None = None, litellm: Path | None = LITELLM_EXECUTABLE, *
         "one worker; ours keeps answers in memory and Redis, litellm in memory alone. Added: median of the differences to the "
         "model asked the same directly. "
     )
+    say("misses that are forwarded and nothing else")
+    with LlmSimProcess(sim) as model, forwarding(model.base_url) as url:
+        bare = f"{model.base_url}/chat/completions"
+        with _connected({MODEL: bare, CACHEPILOT: url}) as systems:
+            rows.append(_forwarded(systems, scale.misses))
+    load.append(os.getloadavg()[0])
     if scale.meanings:
         with LlmSimProcess(sim) as model, _semantic(model.base_url, say) as url:
             bare = f"{model.base_url}/chat/completions"
@@ -175,6 +182,16 @@ def _misses(systems: Mapping[str, Connection], count: int) -> list[dict[str, Any
         goal = f"< {1e3 * GOAL_MISS:g} ms"
         rows.append(row(f"{what}, added P50", "ms", _added(times), goal, met=_added(times)[CACHEPILOT] < 1e3 * GOAL_MISS))
     return rows
+
+
+def _forwarded(systems: Mapping[str, Connection], count: int) -> dict[str, Any]:
+    """What is left of a miss where nothing is looked up, kept or counted: Ray Serve, HAProxy and the way to the model."""
+    _ask_all(systems, question("Is anybody there?"), 0)
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(count):
+        for name, reply in _ask_all(systems, question(f"What is only passed on, number {number}?"), number).items():
+            times[name].append(1e3 * reply.total)
+    return row("forwarded by Ray Serve and nothing else, added P50", "ms", _added(times))
 
 
 def _replays(systems: Mapping[str, Connection], count: int, metrics_url: str) -> list[dict[str, Any]]:

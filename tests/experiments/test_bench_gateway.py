@@ -35,6 +35,7 @@ def test_every_number_of_the_gateway_is_measured_and_held_to_its_goal(measured: 
         assert row["met"] in (("yes", "no") if row["goal"] and "litellm" not in row["goal"] else (None,))
     assert rows["exact hits"][CACHEPILOT] > 0
     assert rows["miss, P50"][gateway.MODEL] > 50.0  # the model's first token alone takes that long
+    assert rows["forwarded by Ray Serve and nothing else, added P50"][CACHEPILOT] > 0
     assert json.loads(json.dumps(measured.to_dict()))["ratio"] is None
     assert "litellm was not measured" in measured.note
 

@@ -19,6 +19,14 @@ def test_ports_differ_and_can_be_listened_on_and_are_none_of_the_systems_choice(
             assert not first <= port <= last
 
 
+def test_ports_that_ray_serve_gives_its_replicas_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT, not imported: Ray would read its environment here, too early for other tests."""
+    monkeypatch.setattr("serving.ports.random.randrange", lambda first, end: end - 1)
+    monkeypatch.setattr(ports, "_given", set())
+    assert ports._bound("127.0.0.1", 29_999)
+    assert ports.free_port() == 29_999
+
+
 def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = ports.free_port()
     free = ports.free_port()
