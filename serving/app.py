@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import http.client
 import io
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -240,7 +242,7 @@ def start(
         if settings.memory.shared and settings.memory.path is None and not keep_memory:
             memory = settings.memory.model_copy(update={"path": stack.enter_context(_temporary_arena(scratch))})
             settings = settings.model_copy(update={"memory": memory})
-        stack.enter_context(_environment(_serve_environment(scratch, haproxy=settings.haproxy)))
+        stack.enter_context(_environment(_serve_environment(scratch, settings)))
         # Ray reads its environment when it is imported, hence not before.
         import ray
         from ray import serve
@@ -255,7 +257,7 @@ def start(
         if logs is not None:
             stack.callback(_keep_what_crashed, session_logs, logs)
         stack.callback(ray.shutdown)
-        with _in_words("Ray"):
+        with _in_words("Ray"), _process_groups_apart():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -299,6 +301,22 @@ def _in_words(what: str) -> Iterator[None]:
     except Exception as error:  # Ray raises no narrower one when its processes do not come up in time, or die
         cause = getattr(error, "cause", None) or error  # without the traceback of the actor in which it was raised
         raise GatewayNotStarted(f"{what} did not start on this machine: {cause} {_BUSY}") from error
+
+
+@contextlib.contextmanager
+def _process_groups_apart() -> Iterator[None]:
+    """Have Ray's processes outside of our process group, to which a shell sends what ends a job (``kill %1``).
+
+    Ray knows no such setting. Its processes would end at once, with everything that we still want of them.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+    setattr(services, popen.__name__, functools.partial(popen, process_group=0))
+    try:
+        yield
+    finally:
+        setattr(services, popen.__name__, popen)
 
 
 def _keep_what_crashed(session_logs: Path, logs: Path) -> None:
@@ -375,7 +393,7 @@ def _metrics_targets() -> list[str]:
     return [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes if node["Alive"]]
 
 
-def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
+def _serve_environment(scratch: Path, settings: GatewaySettings) -> dict[str, str]:
     common = {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray runs its workers at nice 15: on a machine that does anything else, answers come late.
@@ -390,7 +408,8 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": "1",
         "RAY_EXPORT_COUNTER_AS_GAUGE": "0",
     }
-    binary = _haproxy_binary() if haproxy else None
+    longest = math.ceil(max(settings.upstream.max_wait + settings.upstream.timeout, settings.drain))
+    binary = _haproxy_binary() if settings.haproxy else None
     if binary is None:
         return common
     sockets = scratch / _SOCKETS  # Ray adds its node id, 56 characters of the 97 that HAProxy allows
@@ -412,6 +431,10 @@ def _serve_environment(scratch: Path, *, haproxy: bool) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # How long a process whose place another has taken may go on with its requests: as long as one can last.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(longest + 60),
+        # For all headers of a request: what operators may name alone (x-cache-tags, x-cache-documents) is 16 KiB.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 << 10),
         # Draining is for rolling updates behind a load balancer; here it would only delay the end.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     }

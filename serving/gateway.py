@@ -92,6 +92,9 @@ class Gateway:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
+        if scope["type"] == "websocket":
+            await _refuse_websocket(scope, send)
+            return
         if scope["type"] != "http":
             raise RuntimeError(f"gateway: expected an HTTP connection, got {scope['type']!r}")
         path = scope["path"][len(scope.get("root_path", "")) :]
@@ -200,6 +203,17 @@ class Gateway:
         assert self._prometheus is not None
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await respond(send, 200, [kind], self._prometheus.exposition())
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    """Answer a connection that would become a WebSocket; a server that can say no more says 403."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1003})
+        return
+    message = f"{scope['path']} is no WebSocket: expected a plain HTTP request, as OpenAI's clients send it"
+    body = openai_error(message, "invalid_request_error", code="websocket_not_supported")
+    await send({"type": "websocket.http.response.start", "status": 400, "headers": [JSON_TYPE]})
+    await send({"type": "websocket.http.response.body", "body": body})
 
 
 def _methods(path: str) -> tuple[str, ...]:

@@ -139,8 +139,9 @@ def under_way(model: LlmSimProcess) -> int:
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running")))
 
 
+@pytest.mark.parametrize("end", [os.kill, os.killpg], ids=["the process", "its group"])  # a shell's `kill %1` does the latter
 def test_what_is_under_way_when_a_gateway_is_ended_gets_its_answer_and_nothing_else_does(
-    serve: Serve, model: LlmSimProcess
+    end: Callable[[int, int], None], serve: Serve, model: LlmSimProcess
 ) -> None:
     run = serve(upstream={"base_url": model.base_url}, drain=60.0)
     url = line_of(run, "gateway: ").split()[1].removesuffix("/v1,")
@@ -148,7 +149,7 @@ def test_what_is_under_way_when_a_gateway_is_ended_gets_its_answer_and_nothing_e
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(asked, url, "hello", 1_000)
         asyncio.run(until(lambda: under_way(model) == 1, "the model to be asked"))
-        run.terminate()
+        end(run.pid, signal.SIGTERM)
         assert run.stdout is not None
         assert run.stdout.readline() == "ending\n"
         asyncio.run(until(lambda: refused(url), "the port to be closed"))

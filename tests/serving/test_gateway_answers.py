@@ -157,6 +157,19 @@ async def _nothing() -> Any:
     return {"type": "http.request", "body": b""}
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/nothing"])
+async def test_a_websocket_is_refused_in_words(client: Client, path: str) -> None:
+    headers = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    reply = await client.request("GET", path, headers=headers)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "websocket_not_supported")
+    assert reply.json["error"]["message"].startswith(f"{path} is no WebSocket: expected a plain HTTP request")
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
 async def test_a_probe_may_ask_with_head(client: Client, path: str) -> None:
     got, head = await client.request("GET", path), await client.request("HEAD", path)
