@@ -39,7 +39,10 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
     """
     tuner, gateway = settings.tuner, settings.gateway
     if tuner.arm not in gateway.arms:
-        raise CommandError(f"tune: tuner.arm = {tuner.arm!r}: expected one of the gateway's arms {sorted(gateway.arms)}")
+        raise CommandError(
+            f"tune: tuner.arm = {tuner.arm!r}: expected one of the gateway's arms {sorted(gateway.arms)}: set tuner.arm to "
+            "one of them, or add that arm to gateway.arms as examples/two-arms.yaml has it"
+        )
     policy = ruling_policy(tuner.policy, tuner, lambda text: show({"text": text, "warning": text}))
     url = redis_url(gateway)
     check_redis(url, hint="start `cachepilot serve` first, which brings its own, or" if gateway.redis_url is None else "")

@@ -93,8 +93,9 @@ def test_a_redis_that_does_not_answer_is_named_with_what_to_do(cachepilot: Cache
             assert "secret" not in result.stderr + result.stdout
 
 
-def test_an_arm_that_is_not_there_is_named(cachepilot: Cachepilot) -> None:
-    failed(cachepilot("tune", environ={"CACHEPILOT_TUNER__ARM": "canary"}), 1, "tuner.arm", "'canary'", "control")
+def test_an_arm_that_is_not_there_is_named_with_both_ways_out(cachepilot: Cachepilot) -> None:
+    ways = ("set tuner.arm to one of them", "add that arm to gateway.arms", "examples/two-arms.yaml")
+    failed(cachepilot("tune", environ={"CACHEPILOT_TUNER__ARM": "canary"}), 1, "tuner.arm = 'canary'", "['control']", *ways)
 
 
 def test_a_port_in_use_is_named(cachepilot: Cachepilot, redis_url: str) -> None:
