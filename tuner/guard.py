@@ -73,8 +73,9 @@ class Verdict:
 
 def evidence_fault(signals: ArmSignals, limits: GuardLimits) -> str:
     """Return why the signals are no evidence to act on, or ``""`` if they are."""
+    nothing = _nothing_happened(signals)
     missing = [name for name in REQUIRED if not math.isfinite(getattr(signals, name))]
-    if missing:
+    if missing and not nothing:
         return f"missing or not finite: {', '.join(missing)}"
     stale = {
         group: signals.age[group]
@@ -84,8 +85,23 @@ def evidence_fault(signals: ArmSignals, limits: GuardLimits) -> str:
     if stale:
         worst = max(stale, key=lambda group: stale[group])
         return f"stale: {worst} is {stale[worst]:.0f} s old, at most {limits.max_age:.0f} s allowed"
+    if nothing:
+        return nothing
     if signals.requests < limits.min_requests:
         return f"too few requests: {signals.requests:.0f} in {signals.window:.0f} s, at least {limits.min_requests:.0f} needed"
+    return ""
+
+
+def _nothing_happened(signals: ArmSignals) -> str:
+    """Return what did not happen in the window, where that is why signals are missing; ``""`` where they should be there."""
+    if signals.requests == 0:
+        return f"no traffic in the window of {signals.window:.0f} s"
+    # A lookup counts when its request comes, a request when it is answered: what a window answers may have been looked up before.
+    # Had there been lookups, there would be a share of them for each tier; were they not exported, they would have no age.
+    shares = [signals.hit_ratio, *signals.hit_ratio_by_tier.values()]
+    exported = len(shares) > 1 and math.isfinite(signals.age.get("hits", math.inf))
+    if 0 < signals.requests < math.inf and math.isfinite(signals.p99) and exported and all(map(math.isnan, shares)):
+        return f"no lookups in the window of {signals.window:.0f} s: what it answered came before it or was not for the cache"
     return ""
 
 

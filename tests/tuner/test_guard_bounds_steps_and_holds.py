@@ -59,6 +59,34 @@ def test_missing_or_non_finite_signals_hold_the_knobs(name: str, value: float) -
     assert name in verdict.reason
 
 
+QUIET = replace(GOOD, requests=0.0, hit_ratio=math.nan, p99=math.nan)
+UNASKED = replace(GOOD, hit_ratio=math.nan, hit_ratio_by_tier={"memory": math.nan}, age={"requests": 1.0, "hits": 1.0})
+
+
+@pytest.mark.parametrize(("signals", "told"), [(QUIET, "no traffic in the window of 10 s"), (UNASKED, "no lookups in the")])
+def test_a_window_in_which_nothing_happened_is_told_as_such(signals: ArmSignals, told: str) -> None:
+    verdict = judge(propose(SPACE.from_steps([8, 4, 1])), HERE, signals, SPACE, LIMITS)
+    assert (verdict.action, verdict.knobs) == ("hold", HERE)
+    assert told in verdict.reason
+    assert "missing" not in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("signals", "told"),
+    [
+        (replace(QUIET, requests=math.nan), "missing or not finite: requests, hit_ratio, p99"),
+        (replace(QUIET, age={"requests": LIMITS.max_age + 1}), "stale: requests"),
+        (replace(UNASKED, age={"hits": LIMITS.max_age + 1}), "stale: hits"),
+        (replace(UNASKED, age={"hits": math.inf}), "missing or not finite: hit_ratio"),
+        (replace(UNASKED, hit_ratio_by_tier={"memory": 0.1}), "missing or not finite: hit_ratio"),
+        (replace(UNASKED, hit_ratio_by_tier={}), "missing or not finite: hit_ratio"),
+        (replace(UNASKED, p99=math.nan), "missing or not finite: hit_ratio, p99"),
+    ],
+)
+def test_a_real_lack_of_signals_is_not_taken_for_a_quiet_window(signals: ArmSignals, told: str) -> None:
+    assert told in judge(propose(HERE), HERE, signals, SPACE, LIMITS).reason
+
+
 @pytest.mark.parametrize("age", [LIMITS.max_age + 1, math.inf, math.nan])
 def test_stale_signals_hold_the_knobs(age: float) -> None:
     verdict = judge(propose(SPACE.from_steps([8, 4, 1])), HERE, replace(GOOD, age={"requests": age}), SPACE, LIMITS)
