@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from envs.workloads import Trace, TraceError, make, stream
+from envs.workloads import Trace, TraceError, load, make, stream
 from envs.workloads.catalogue import SCHEME
 from experiments.units import InputError
 
@@ -129,10 +129,7 @@ class TraceSource:
         """
         try:
             if self.spec.startswith(SCHEME):
-                if self._made is None:
-                    trace = make(self.spec)
-                    self._made = trace if self.limit is None else trace.slice(0, self.limit)
-                return MadeReading(self._made)
+                return MadeReading(self._make())
             path = Path(self.spec)
             if self._begun and path.exists() and not path.is_file():
                 what = "a file, since it is read more than once and a pipe gives its content once: write it to a file first"
@@ -150,6 +147,28 @@ class TraceSource:
             raise
         except ValueError as error:
             raise InputError(str(error)) from error
+
+    def whole(self) -> Trace:
+        """Return the trace at once, with its texts where it has any.
+
+        Raises:
+            envs.workloads.TraceError: If the file cannot be read, or there is no such made workload.
+            InputError: If an option is out of its range.
+        """
+        try:
+            if self.spec.startswith(SCHEME):
+                return self._make()
+            return load(self.spec, limit=self.limit, format=self.format, columns=self.columns, skip_bad_lines=self.skip_bad_lines)
+        except TraceError:
+            raise
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def _make(self) -> Trace:
+        if self._made is None:
+            trace = make(self.spec)
+            self._made = trace if self.limit is None else trace.slice(0, self.limit)
+        return self._made
 
     def empty(self) -> TraceError:
         """Return the error for a trace without requests."""

@@ -205,7 +205,7 @@ def train(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="a trace file")],
+    trace: TraceArgument,
     url: Annotated[
         str, typer.Option(help="base URL of a gateway or any OpenAI-compatible server, without /v1")
     ] = "http://127.0.0.1:8000",
@@ -220,12 +220,12 @@ def replay(
     as_json: JsonOption = False,
 ) -> None:
     """Send a trace's requests to a gateway at their own times."""
-    from envs.workloads.readers import load
     from experiments.replay import ReplayedRequest
     from experiments.replay import replay as run_replay
+    from experiments.trace_source import TraceSource
 
     settings = _settings(config).experiments.replay
-    workload = load(trace, limit=limit).compress(speed)
+    workload = TraceSource(trace, limit).whole().compress(speed)
     rate = f": {len(workload) / workload.duration:,.1f} a second" if workload.duration > 0 else ""
     err.print(f"sending {len(workload):,} requests in {workload.duration:,.0f} s{rate}", markup=False)
     counts: Counter[int] = Counter()

@@ -167,6 +167,16 @@ def test_a_replay_is_let_in_by_its_key_and_says_so_where_it_is_not(cachepilot: C
             assert "sesame" not in result.stdout + result.stderr
 
 
+def test_a_made_workload_is_replayed_as_a_file_is(cachepilot: Cachepilot) -> None:
+    with _model("sesame") as url:
+        ask = ("--url", url, "--speed", "1000000", "--api-key", "sesame", "--json")
+        result = cachepilot("replay", "made:flash-crowd?seed=3", "--limit", "5", *ask)
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)["statuses"] == {"200": 5}
+        failed(cachepilot("replay", "made:flash-mob", *ask), 1, "made:flash-mob", "flash-crowd")
+        failed(cachepilot("replay", "made:flash-crowd?crowd=3", *ask), 1, "made:flash-crowd?crowd=3")
+
+
 def test_doctor_reports_every_part_as_json(cachepilot: Cachepilot) -> None:
     result = cachepilot("doctor", "--json")
     checks = {check["name"]: check for check in json.loads(result.stdout)}
