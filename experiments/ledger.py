@@ -36,20 +36,21 @@ class Ledger:
     Args:
         url: SQLAlchemy URL. The folder of a SQLite file is made if it is missing.
         timeout: Longest wait for another process that is writing, seconds.
+        create: Whether a new ledger is made where there is none.
 
     Raises:
-        LedgerError: If it cannot be opened, is not a ledger, or was written by a newer version.
+        LedgerError: If it cannot be opened, is not a ledger, was written by a newer version, or is not there and not to be made.
     """
 
-    def __init__(self, url: str = "sqlite:///cachepilot.db", *, timeout: float = 10.0) -> None:
+    def __init__(self, url: str = "sqlite:///cachepilot.db", *, timeout: float = 10.0, create: bool = True) -> None:
         try:
             parsed = make_url(url)
         except ArgumentError as error:
             raise LedgerError(f"ledger {url!r}: not a database URL. Write it as sqlite:///path/to/file.db") from error
         self.url = parsed.render_as_string(hide_password=True)
-        self._engine = self._make_engine(parsed, timeout)
+        self._engine = self._make_engine(parsed, timeout, create)
         try:
-            self._open(timeout)
+            self._open(timeout, create)
         except BaseException:
             self._engine.dispose()
             raise
@@ -233,9 +234,11 @@ class Ledger:
 
     # -- the database
 
-    def _make_engine(self, url: URL, timeout: float) -> Engine:
+    def _make_engine(self, url: URL, timeout: float, create: bool) -> Engine:
         sqlite = url.get_backend_name() == "sqlite"
         if sqlite and url.database and url.database != ":memory:" and not url.database.startswith("file:"):
+            if not create and not Path(url.database).exists():
+                raise self._absent()
             try:
                 Path(url.database).parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -254,8 +257,8 @@ class Ledger:
             event.listen(engine, "begin", _begin_sqlite)
         return engine
 
-    def _open(self, timeout: float) -> None:
-        """Make the tables of a new ledger, or check the version of an old one. One process at a time does so."""
+    def _open(self, timeout: float, create: bool) -> None:
+        """Make the tables of a new ledger (``create``), or check the version of an old one. One process at a time does so."""
         if self._engine.dialect.name == "sqlite":
             self._enter_wal(timeout)
         with self._write() as session:
@@ -270,6 +273,8 @@ class Ledger:
                         f"ledger {self.url}: the database has tables {sorted(clash)} that are not a ledger's: "
                         "set ledger.url to a database of its own"
                     )
+                if not create:
+                    raise self._absent()
                 Base.metadata.create_all(connection)
                 session.add(SchemaRow(version=SCHEMA_VERSION))
                 return
@@ -312,6 +317,12 @@ class Ledger:
                 yield session
         except SQLAlchemyError as error:
             raise self._error(error) from error
+
+    def _absent(self) -> LedgerError:
+        return LedgerError(
+            f"ledger {self.url}: there is none yet: `cachepilot experiment start` or `cachepilot tune` makes one; if yours is "
+            "elsewhere, set experiments.ledger.url to it"
+        )
 
     def _error(self, error: Exception) -> LedgerError:
         cause = str(getattr(error, "orig", None) or error).strip().splitlines()[0]

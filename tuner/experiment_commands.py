@@ -29,7 +29,7 @@ def start_experiment(settings: Settings, name: str, *, control: str, treatment: 
         raise CommandError(f"experiment {name}: the gateway has no arm {absent[0]!r}; gateway.arms are {sorted(gateway.arms)}")
     if gateway.access_log is None:
         raise CommandError(f"experiment {name}: gateway.access_log is not set; a report is made of the access log: set a folder")
-    with _ledger(settings) as ledger:
+    with _ledger(settings, create=True) as ledger:
         design = begin(
             ledger,
             name,
@@ -48,7 +48,11 @@ def start_experiment(settings: Settings, name: str, *, control: str, treatment: 
 
 
 def status(settings: Settings, name: str | None, *, now: float) -> dict[str, Any]:
-    """Return how one experiment stands; without a name the list of all, and what operators changed last by the admin API."""
+    """Return how one experiment stands; without a name the list of all, and what operators changed last by the admin API.
+
+    Raises:
+        LedgerError: If there is no ledger, or no such experiment in it.
+    """
     with _ledger(settings) as ledger:
         if name is not None:
             return experiment_status(ledger, name, now=now)
@@ -91,5 +95,5 @@ def write_report(
     return {**written.report.summary, "report": str(written.path.resolve())}
 
 
-def _ledger(settings: Settings) -> Ledger:
-    return Ledger(settings.experiments.ledger.url, timeout=settings.experiments.ledger.timeout)
+def _ledger(settings: Settings, *, create: bool = False) -> Ledger:
+    return Ledger(settings.experiments.ledger.url, timeout=settings.experiments.ledger.timeout, create=create)

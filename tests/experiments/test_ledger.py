@@ -201,6 +201,26 @@ def test_a_ledger_that_cannot_be_opened_names_the_url_and_the_fix(url, words):
     assert url in str(caught.value)
 
 
+def test_a_ledger_that_is_only_to_be_read_is_not_made(url, tmp_path):
+    for _ in range(2):
+        with pytest.raises(LedgerError, match=r"folder/ledger\.db: there is none yet: `cachepilot exper.*ledger\.url"):
+            Ledger(url, create=False)
+    assert not list(tmp_path.iterdir())
+    with Ledger(url) as ledger:
+        ledger.record_decision(decision())
+    with Ledger(url, create=False) as ledger:
+        assert ledger.decisions() == [decision()]
+
+
+def test_a_database_without_a_ledger_stays_without_one_where_it_is_only_to_be_read(tmp_path):
+    path = tmp_path / "empty.db"
+    path.touch()
+    with pytest.raises(LedgerError, match="there is none yet"):
+        Ledger(f"sqlite:///{path}", create=False)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+
+
 def test_a_password_is_not_shown():
     with pytest.raises(LedgerError) as caught:
         Ledger("oracle9://user:secret@host/y")

@@ -221,6 +221,7 @@ def test_without_a_name_the_status_lists_the_experiments_and_what_operators_chan
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"gateway: {{namespace: mine}}\nexperiments: {{ledger: {{url: '{url}'}}}}\n")
     config = ("--config", str(settings))
+    Ledger(url).close()
     assert "none" in cachepilot("experiment", "status", *config).stdout
     with Ledger(url) as ledger:
         for namespace, count in (("mine", 22), ("another", 1)):
@@ -237,6 +238,16 @@ def test_without_a_name_the_status_lists_the_experiments_and_what_operators_chan
     shown = cachepilot("experiment", "status", *config).stdout
     assert "changed by operators (the latest 20, and 2 earlier ones):" in shown
     assert shown.count("0a1b2c3d") == 20
+
+
+@pytest.mark.parametrize("words", [("status",), ("status", "first"), ("stop", "first"), ("report", "first")])
+def test_a_command_that_needs_a_ledger_makes_none_and_says_what_does(
+    cachepilot: Cachepilot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cachepilot("experiment", *words, environ={"CACHEPILOT_GATEWAY__ACCESS_LOG": str(tmp_path / "access")})
+    failed(result, 1, "ledger sqlite:///cachepilot.db: there is none yet", "`cachepilot experiment start` or `cachepilot tune`")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_key_where_its_hash_belongs_is_not_shown_and_the_way_to_the_hash_is(tmp_path: Path) -> None:
