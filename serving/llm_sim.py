@@ -1,9 +1,10 @@
 """A simulated model server: OpenAI's API, deterministic answers, latency of a continuous-batching engine, vLLM's metric names.
 
-It chats, and makes embeddings (:mod:`serving.llm_sim_embeddings`). An answer is a function of (model, revision, messages); its
-length comes from the header ``x-llm-sim-output-tokens``, else from the prompt's hash. Latency follows
-:class:`serving.latency.UpstreamModel`. The JSON around the text has a constant length, so that the size of a cached answer is
-known from its number of tokens (:func:`answer_size`).
+It chats, says the same in the form of the legacy ``/v1/completions`` (:mod:`serving.llm_sim_forms`), and makes embeddings
+(:mod:`serving.llm_sim_embeddings`); any other path is a 404 that names these. An answer is a function of (model, revision,
+messages); its length comes from the header ``x-llm-sim-output-tokens``, else from the prompt's hash. Latency follows
+:class:`serving.latency.UpstreamModel`. The JSON around a chat's text has a constant length, so that the size of a cached answer
+is known from its number of tokens (:func:`answer_size`).
 
 It fails on purpose where it is told to: ``failure_rate``, ``hang_rate`` and ``cut_rate`` of the settings are shares of the
 calls, chosen by ``fault_seed`` and the number of the call since the start, so that a run can be made again and a second
@@ -35,12 +36,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from serving.llm_sim_embeddings import CHARS_PER_TOKEN as CHARS_PER_TOKEN
 from serving.llm_sim_embeddings import BadInput, embed
+from serving.llm_sim_errors import BadRequest, failure, unknown
+from serving.llm_sim_forms import CHAT, LEGACY, Form, messages_of
 from serving.settings import LlmSimSettings
 
 if TYPE_CHECKING:
@@ -232,21 +236,6 @@ class Engine:
         self._gauge_cache.set(min(1.0, self._kv_used / self._kv_tokens))
 
 
-class _BadRequest(ValueError):
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
-
-    def response(self) -> Response:
-        error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}
-        return Response(orjson.dumps({"error": error}), self.status, media_type="application/json")
-
-
-def _failure(status: int) -> Response:
-    error = {"message": "a failure that the settings ask for (failure_rate)", "type": "server_error", "param": None, "code": None}
-    return Response(orjson.dumps({"error": error}), status, media_type="application/json")
-
-
 async def _whole_request(receive: Any) -> dict[str, Any] | None:
     """Read a request to its end and return it as one message; None: the client went away before."""
     body = b""
@@ -271,15 +260,15 @@ class LlmSim:
         self.registry = CollectorRegistry()
         self.engine = Engine(settings, self.registry)
         self._completions = 0
-        self.app = Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/embeddings", self._embeddings, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-            ]
-        )
+        self._routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        ]
+        self.app = Starlette(routes=self._routes, exception_handlers={HTTPException: self._unknown})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection; one whose client goes away is given up."""
@@ -308,9 +297,15 @@ class LlmSim:
             await asyncio.gather(answering, gone, return_exceptions=True)
 
     async def _chat(self, request: Request) -> Response:
+        return await self._say(request, CHAT)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._say(request, LEGACY)
+
+    async def _say(self, request: Request, form: Form) -> Response:
         try:
-            body, tokens = await self._parse(request)
-        except _BadRequest as error:
+            body, tokens = await self._parse(request, form)
+        except BadRequest as error:
             return error.response()
         wrong = await self._fault()
         if isinstance(wrong, Response):
@@ -319,18 +314,19 @@ class LlmSim:
         if body.get("stream"):
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            return StreamingResponse(self._stream(what, cut=wrong == "cut", usage=usage), media_type="text/event-stream")
+            events = self._stream(what, form, cut=wrong == "cut", usage=usage)
+            return StreamingResponse(events, media_type="text/event-stream")
         async with self.engine.slot(what) as token_time:
             await asyncio.sleep(what.output_tokens * token_time)
-        whole = what.to_json(self.settings.model, self.settings.revision)
+        whole = what.to_json(self.settings.model, self.settings.revision) if form is CHAT else self._legacy_json(what)
         return Response(whole[: len(whole) // 2] if wrong == "cut" else whole, media_type="application/json")
 
     async def _embeddings(self, request: Request) -> Response:
         try:
             made = embed(await self._read(request), self.settings)
         except BadInput as error:
-            return _BadRequest(str(error), error.param).response()
-        except _BadRequest as error:
+            return BadRequest(str(error), error.param).response()
+        except BadRequest as error:
             return error.response()
         wrong = await self._fault()
         if isinstance(wrong, Response):
@@ -344,33 +340,38 @@ class LlmSim:
         wrong = fault(self._completions, self.settings)
         self._completions += 1
         if wrong in ("error", "unavailable"):
-            return _failure(500 if wrong == "error" else 503)
+            return failure(500 if wrong == "error" else 503)
         if wrong == "hang":
             await asyncio.Event().wait()  # until the client goes away
         return "cut" if wrong == "cut" else ""
 
-    async def _parse(self, request: Request) -> tuple[dict[str, Any], int | None]:
+    async def _parse(self, request: Request, form: Form) -> tuple[dict[str, Any], int | None]:
         body = await self._read(request)
+        if form is LEGACY:
+            messages = messages_of(body.get("prompt"))
+            if messages is None:
+                raise BadRequest("prompt: expected one text; this simulated model takes neither several nor tokens", "prompt")
+            body = {**body, "messages": messages}
         if not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise _BadRequest("messages: expected a list with at least one message", "messages")
+            raise BadRequest("messages: expected a list with at least one message", "messages")
         if not isinstance(body.get("stream"), bool | None):
-            raise _BadRequest(f"stream: expected true or false, got {body['stream']!r}", "stream")
+            raise BadRequest(f"stream: expected true or false, got {body['stream']!r}", "stream")
         given = request.headers.get(OUTPUT_TOKENS_HEADER)
         if given is None:
             return body, None
         if not given.isdecimal() or not 1 <= int(given) <= MAX_OUTPUT_TOKENS:
-            raise _BadRequest(f"header {OUTPUT_TOKENS_HEADER}: expected 1..{MAX_OUTPUT_TOKENS} tokens, got {given!r}")
+            raise BadRequest(f"header {OUTPUT_TOKENS_HEADER}: expected 1..{MAX_OUTPUT_TOKENS} tokens, got {given!r}")
         return body, int(given)
 
     async def _read(self, request: Request) -> dict[str, Any]:
         try:
             body = orjson.loads(await request.body())
         except orjson.JSONDecodeError as error:
-            raise _BadRequest(f"the body is not JSON: {error}") from error
+            raise BadRequest(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
-            raise _BadRequest(f"the body: expected a JSON object, got {type(body).__name__}")
+            raise BadRequest(f"the body: expected a JSON object, got {type(body).__name__}")
         if body.get("model") != self.settings.model:
-            raise _BadRequest(
+            raise BadRequest(
                 f"the model {body.get('model')!r} does not exist; this server has {self.settings.model!r}",
                 "model",
                 404,
@@ -378,30 +379,36 @@ class LlmSim:
             )
         return body
 
-    async def _stream(self, what: Answer, *, cut: bool, usage: bool) -> AsyncIterator[bytes]:
-        head = {
-            "id": f"chatcmpl-{what.digest[:24]}",
-            "object": "chat.completion.chunk",
-            "created": _CREATED,
-            "model": self.settings.model,
-        }
+    async def _stream(self, what: Answer, form: Form, *, cut: bool, usage: bool) -> AsyncIterator[bytes]:
+        head = self._head(what, form)
 
-        def event(delta: Mapping[str, str], finish: str | None = None) -> bytes:
-            return (
-                b"data: " + orjson.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}) + b"\n\n"
-            )
+        def event(choice: Mapping[str, Any], finish: str | None = None) -> bytes:
+            return b"data: " + orjson.dumps({**head, "choices": [{"index": 0, **choice, "finish_reason": finish}]}) + b"\n\n"
 
         async with self.engine.slot(what) as token_time:
-            yield event({"role": "assistant", "content": ""})
+            if form.opening is not None:
+                yield event(form.opening)
             for start in range(0, len(what.text) // 2 if cut else len(what.text), CHARS_PER_TOKEN):
                 await asyncio.sleep(token_time)
-                yield event({"content": what.text[start : start + CHARS_PER_TOKEN]})
+                yield event(form.piece(what.text[start : start + CHARS_PER_TOKEN]))
             if cut:
                 return
-            yield event({}, what.finish_reason)
+            yield event(form.closing, what.finish_reason)
             if usage:
                 yield b"data: " + orjson.dumps({**head, "choices": [], "usage": what.usage()}) + b"\n\n"
             yield b"data: [DONE]\n\n"
+
+    def _head(self, what: Answer, form: Form) -> dict[str, Any]:
+        name = f"{form.prefix}{what.digest[:24]}"
+        return {"id": name, "object": form.chunk, "created": _CREATED, "model": self.settings.model}
+
+    def _legacy_json(self, what: Answer) -> bytes:
+        choice = {"index": 0, **LEGACY.piece(what.text), "finish_reason": what.finish_reason}
+        return orjson.dumps({**self._head(what, LEGACY), "choices": [choice], "usage": what.usage()})
+
+    async def _unknown(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return unknown(request, error, self._routes)
 
     async def _models(self, request: Request) -> Response:
         card = {"id": self.settings.model, "object": "model", "created": _CREATED, "owned_by": "cachepilot"}

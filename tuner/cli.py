@@ -130,7 +130,7 @@ def llm_sim(
     port: Annotated[int | None, typer.Option(help="port; 0 takes a free one", min=0, max=65535)] = None,
     slots: Annotated[int | None, typer.Option(help="requests that run at the same time", min=1)] = None,
 ) -> None:
-    """Run the simulated model server (OpenAI's API, vLLM's metrics) until Ctrl-C."""
+    """Run the simulated model server (OpenAI's chat and legacy completions and embeddings, vLLM's metrics) until Ctrl-C."""
     from serving.llm_sim import run
 
     chosen = {name: value for name, value in (("port", port), ("slots", slots)) if value is not None}

@@ -112,6 +112,57 @@ async def test_bad_requests_are_refused_in_the_shape_of_openai(url: str) -> None
     assert "'gpt-9'" in body["error"]["message"]
 
 
+async def test_a_legacy_completion_says_what_the_chat_of_its_prompt_says_whole_and_streamed(url: str) -> None:
+    said = (await _post(url, chat("hello")))[1]["choices"][0]["message"]["content"]
+    ask = {"model": "llm-sim", "prompt": "hello"}
+    async with aiohttp.ClientSession() as session:
+        for prompt in ("hello", ["hello"]):
+            async with session.post(f"{url}/v1/completions", json={**ask, "prompt": prompt}) as reply:
+                whole = await reply.json()
+            assert (reply.status, whole["object"], whole["id"][:5]) == (200, "text_completion", "cmpl-")
+            assert whole["choices"] == [{"index": 0, "text": said, "logprobs": None, "finish_reason": "stop"}]
+            assert whole["usage"] == {
+                "prompt_tokens": 2, "completion_tokens": len(said) // 4, "total_tokens": 2 + len(said) // 4
+            }  # fmt: skip
+        streamed = {**ask, "stream": True, "stream_options": {"include_usage": True}}
+        async with session.post(f"{url}/v1/completions", json=streamed) as reply:
+            lines = [line[6:].strip() async for line in reply.content if line.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    *chunks, usage = map(json.loads, lines[:-1])
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], ["one", "two"], [1, 2, 3]])
+async def test_a_legacy_prompt_that_is_not_one_text_is_refused_by_name(url: str, prompt: Any) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/completions", json={"model": "llm-sim", "prompt": prompt}) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/v1/responses", 404, "not_found"),
+        ("GET", "/v1/models/llm-sim/x", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_supported"),
+    ],
+)
+async def test_a_path_that_it_does_not_have_is_told_in_the_shape_of_openai_with_those_it_has(
+    url: str, method: str, path: str, status: int, code: str
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.request(method, url + path) as reply:
+            error = (await reply.json())["error"]
+    assert (reply.status, error["type"], error["param"], error["code"]) == (status, "invalid_request_error", None, code)
+    assert f"the simulated model (cachepilot llm-sim) has no {method} {path}; it has" in error["message"]
+    for known in ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings", "GET /v1/models"):
+        assert known in error["message"]
+    assert reply.headers.get("allow") == ("POST" if status == 405 else None)
+
+
 async def test_p99_rises_with_load_and_the_queue_is_seen() -> None:
     settings = FAST.model_copy(update={"slots": 2, "ttft": 0.004, "tpot": 0.0004, "contention": 1.0})
     simulated = LlmSim(settings)

@@ -54,7 +54,7 @@ def test_a_change_within_the_dead_band_writes_no_version() -> None:
 @pytest.mark.parametrize("name", ["requests", "hit_ratio", "p99"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_missing_or_non_finite_signals_hold_the_knobs(name: str, value: float) -> None:
-    verdict = judge(propose(SPACE.from_steps([8, 4, 1])), HERE, replace(GOOD, **{name: value}), SPACE, LIMITS)
+    verdict = judge(propose(SPACE.from_steps([8, 4, 1])), HERE, replace(GOOD, **{name: value}), SPACE, LIMITS)  # type: ignore[arg-type]
     assert (verdict.action, verdict.knobs) == ("hold", HERE)
     assert name in verdict.reason
 
