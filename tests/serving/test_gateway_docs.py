@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ import pytest
 import yaml
 
 from serving import admission, directives, policy, replies
+from serving.llm_sim import LlmSimProcess
 from serving.meaning import guards
 from serving.metrics import CATALOGUE
-from serving.settings import GatewaySettings
+from serving.settings import GatewaySettings, LlmSimSettings
 from tests.requirements import ROOT
+from tests.serving.gateways import running
 
 PAGE = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
 
@@ -71,6 +74,31 @@ def test_every_directive_is_told() -> None:
 def test_every_header_of_an_answer_is_told() -> None:
     told = {name.lower() for header, _ in rows(PAGE, "| header | is |") for name in named(header)}
     assert told == {name.lower() for name in re.findall(r"``((?:x-|Cache-Status|Age|ETag)[\w-]*)``", str(replies.__doc__))}
+
+
+async def test_the_headers_that_the_page_shows_are_those_of_a_gateway_as_it_is() -> None:
+    question = re.search(r"-d '(\{.*PIN\?.*\})'", PAGE)
+    sample = re.search(r"```\n(cache-status: .*?)```", PAGE, re.DOTALL)
+    assert question is not None
+    assert sample is not None
+    told = dict(line.split(": ", 1) for line in sample[1].splitlines())
+    with LlmSimProcess(LlmSimSettings(port=0, ttft=0.0, tpot=0.0)) as model:
+        async with running({"upstream": {"base_url": model.base_url}}) as client:
+            for _ in range(2):
+                answer = await client.post(json.loads(question[1]))
+    own = [name.lower() for name in answer.headers if name.lower().startswith(("cache-", "age", "x-"))]
+    assert own == list(told)
+
+    def but_for_age(headers: Mapping[str, str]) -> dict[str, object]:
+        life = re.search(r"ttl=(\d+)", headers["cache-status"])
+        assert life is not None
+        status = headers["cache-status"].replace(life[0], "ttl")
+        return {**{name: headers[name] for name in told}, "cache-status": status, "age": int(life[1]) + int(headers["age"])}
+
+    # An age is rounded down, and so is what is left of a life: together they may be one short.
+    here, there = but_for_age(answer.headers), but_for_age(told)
+    assert abs(int(str(here.pop("age"))) - int(str(there.pop("age")))) <= 1
+    assert here == there
 
 
 def test_every_vector_store_is_told() -> None:
