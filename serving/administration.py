@@ -91,7 +91,11 @@ class Administration:
             return None
         arm, key = place
         self._runtime.meaning.acceptance.feedback(key, verdict == "good", 1.0 if similarity is None else similarity)
-        return await self._runtime.cache.withdraw(arm, key) if verdict == "bad" else False
+        if verdict == "good":
+            return False
+        held = await self._runtime.cache.withdraw(arm, key)
+        await self._runtime.cache.until_all_listen()
+        return held
 
     async def flush(self, where: FlushWhere) -> int:
         """Remove the entries that match, from every tier of every replica; how many there were.
@@ -109,6 +113,7 @@ class Administration:
                     away = error
         if away is not None:
             raise away
+        await self._runtime.cache.until_all_listen()
         return removed
 
     async def _flush_arm(self, arm: str, where: FlushWhere) -> int:

@@ -85,6 +85,7 @@ class TieredCache:
     Attributes:
         neighbours: Other nodes' memory, asked between this node's and the store; None: there is none.
         on_outdated: Told the arm whose answers under way are older than a flush, here or at another replica.
+        on_unsure: Told the arm whose answers under way may be older than a flush that was not heard of.
         on_withdrawn: Told the arm and the key of an entry that should not have been given, here.
         on_removed: Told the arm and the keys that left the store; None: all of the arm.
 
@@ -113,6 +114,7 @@ class TieredCache:
         self._confidential = confidential
         self.neighbours: NeighbourCache | None = None
         self.on_outdated: Callable[[str], None] = lambda _: None
+        self.on_unsure: Callable[[str], None] = lambda _: None
         self.on_withdrawn: Callable[[str, bytes], None] = lambda arm, key: None
         self.on_removed: Callable[[str, Sequence[bytes] | None], None] = lambda arm, keys: None
         self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
@@ -122,6 +124,7 @@ class TieredCache:
         self._tasks: list[asyncio.Task[None]] = []
         self._renewing: set[asyncio.Task[None]] = set()
         self._shared: Store | None = store if isinstance(store, Store) else None
+        self._deaf = False  # what others remove is not heard of at the moment
         self._coherence: Coherence | None = None
         self._adoption: Adoption | None = None
         if self._shared is not None:
@@ -208,6 +211,8 @@ class TieredCache:
 
     def lookup_now(self, arm: str, request: Asked | Fingerprint, *, now: float) -> Lookup | None:
         """Return an exact hit of the memory tier, without awaiting; None where :meth:`lookup` has to look further. O(1)."""
+        if self._deaf:  # the store is asked first, if it answers
+            return None
         asked = request if isinstance(request, Asked) else Asked(request)
         entry = self.memory.get_now(arm, asked.fp.key, touch=False)
         if entry is None or (self._unsure and not self._usable(arm, asked.fp.key)):
@@ -250,8 +255,8 @@ class TieredCache:
         knobs, fp = self.knobs(arm), asked.fp
         if asked.directives.no_store or asked.directives.no_cache or asked.refresh:
             return answer_of(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
-        exact = self._remembered(arm, fp.key)  # there, but expired
-        if exact is None and self.neighbours is not None:
+        exact = self._remembered(arm, fp.key)  # there, but expired, or nothing is heard of what was removed
+        if exact is None and self.neighbours is not None and not self._deaf:
             found = await self._ask_neighbour(self.neighbours, arm, asked, now)
             if found is not None:
                 return found
@@ -261,14 +266,14 @@ class TieredCache:
                 stored, known = await self._stored(self.store, arm, fp.key)
             except TierUnavailable:
                 stored, reachable = None, False
-            if stored is not None:
+            if stored is not None or (self._deaf and reachable):
                 exact = stored
         decision = decide(asked, exact, (), knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._promote(arm, decision.entry, known)
             if decision.outcome == "hit":
                 self._renew(arm, decision.entry, now)
-            return answer_of(decision, self.store.name if self.store is not None else self.memory.name)
+            return answer_of(decision, self.store.name if self.store is not None and reachable else self.memory.name)
         if self.vectors is None or not fp.text or not asked.directives.by_meaning:
             return answer_of(decision, "", exact=exact, vector=vector)
 
@@ -447,6 +452,13 @@ class TieredCache:
             self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
         return count
 
+    async def until_all_listen(self) -> None:
+        """After a flush: wait until no replica can be that has not heard of it, though it could not listen, as after a restart of
+        the store.
+        """
+        if self._shared is not None:
+            await self._shared.until_all_listen()
+
     async def stats(self, arm: str) -> dict[str, TierStats]:
         """Return what the arm holds, by tier name; the store is missing while it is away."""
         result = {self.memory.name: self.memory.stats_now(arm)}
@@ -501,8 +513,12 @@ class TieredCache:
         """The store's entry, and the number of its last removal where it has numbers."""
         if self._shared is None or self._coherence is None:
             return await store.get(arm, key, touch=touch), None
+        before = self._coherence.last(arm)
         entry, known = await self._shared.get_numbered(arm, key, touch=touch)
         self._coherence.learned(arm, known)
+        if self._deaf and known != before:
+            self._coherence.begin(arm)
+            self.on_unsure(arm)
         return entry, known
 
     def _touched(self, arm: str, entry: Entry, now: float) -> None:
@@ -576,15 +592,14 @@ class TieredCache:
         for candidate in worth_fetching(asked, near, self.rules):
             entry = self._remembered(arm, candidate.key)
             live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
-            if not live and self.store is not None:
-                if not reachable:
-                    continue
+            if self.store is not None and reachable and (not live or self._deaf):
                 try:
                     entry, numbers[candidate.key] = await self._stored(self.store, arm, candidate.key, touch=False)
+                    live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
                 except TierUnavailable:
                     reachable = False
-                    continue
-                live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
+            if not live and not reachable:
+                continue
             objection = judge(entry, candidate.similarity) if live and entry is not None and judge is not None else ""
             if entry is not None:
                 known[candidate.key] = replace(candidate, entry=entry, objection=objection)
@@ -652,8 +667,15 @@ class TieredCache:
 
     def _changed(self, change: Change) -> None:
         assert self._coherence is not None
+        if change.kind == "lost":
+            self._deaf = True
+            self._coherence.deaf()
+            return
         if change.kind == "gap":
+            self._deaf = False
             self._coherence.listening(self._budgets.arms)
+            for arm in self._budgets.arms:
+                self.on_unsure(arm)
             self._unindexed.update(self._budgets.arms)
             self._work.set()
             return

@@ -136,6 +136,10 @@ class Coherence:
         for arm in arms:
             self.begin(arm)
 
+    def deaf(self) -> None:
+        """The store's changes are not heard any more, so that nothing can be made sure of."""
+        self._listening = False
+
     def doubt(self, arm: str) -> None:
         """Note that the memory tier has an entry of which the store does not know.
 

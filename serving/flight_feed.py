@@ -8,6 +8,8 @@ round trip per ``interval`` or ``batch`` and not one per token. Without follower
 * The leader is told of followers by publication, and by each renewal at the latest; while it has some, its own clients' leaving
   does not cancel the call.
 * A leader that dies lets the lease lapse. Followers notice and claim anew: one of them leads, from where they are.
+* Where Redis does not answer for a while, shorter than the lease, leader and followers try again: a reader who has the beginning
+  of one answer could not go on with that of another call.
 * What a flush found under way goes on for those who follow it, and nobody follows it any more: whoever asks next leads anew.
 * A flight that ended well is still joined by a request that began before it ended, by Redis' clock and the request's own
   stopwatch: no clocks are compared.
@@ -24,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -44,6 +47,8 @@ from serving.tiers.redis import check_name
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_RETRY_SECONDS = 0.1
 
 READ_ENTRIES = 256
 """Most entries of one read: at most 4 MiB."""
@@ -84,9 +89,10 @@ if redis.call('GET', lease) == ARGV[1] then redis.call('DEL', lease) end
 )
 
 # KEYS: lease, waiting, stream. ARGV: token, lease and the stream's life in milliseconds -> -1: lost, else if somebody follows.
+# One that lapsed while Redis hung, and that nobody has taken, is taken again.
 _RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return -1 end
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+if (redis.call('GET', KEYS[1]) or ARGV[1]) ~= ARGV[1] then return -1 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
 return redis.call('EXISTS', KEYS[2])
 """
@@ -310,6 +316,7 @@ class Claim:
         self.leading = leading
         self._feed, self._base, self._token, self._key = feed, base, token, key
         self._stream = f"{base}:{token}"
+        self._begun = False  # of the leader's answer, its head was read
 
     # -- leading -------------------------------------------------------------------------------------------------------------
 
@@ -348,23 +355,35 @@ class Claim:
                     begun = True
                     entries.append({b"h": self._sealed(_head_bytes(flight.head), b"h")})
                 if flight.position > feed.max_bytes:
-                    await feed.send(self._stream, [*entries, {b"e": b"large"}])
+                    await self._send([*entries, {b"e": b"large"}])
                     return
                 while piece := flight.piece(sent)[: feed.batch]:
                     entries.append({b"c": self._sealed(piece, b"c%d" % sent), b"o": b"%d" % sent})
                     sent += len(piece)
                 if flight.done:
                     why = b": " + str(flight.error).encode() if flight.state == "failed" else b""
-                    await feed.send(self._stream, [*entries, {b"e": flight.state.encode() + why, b"o": b"%d" % sent}])
+                    await self._send([*entries, {b"e": flight.state.encode() + why, b"o": b"%d" % sent}])
                     return
                 if entries:
-                    await feed.send(self._stream, entries)
+                    await self._send(entries)
                     await self._gather(flight, sent)
                 else:
                     await flight.news()
         except (FeedUnavailable, FlightFailed) as error:
             # The renewal stops with it: followers see the lease lapse, and help themselves.
             _log.info("a flight is shared no further: %s", error)
+
+    async def _send(self, entries: list[dict[bytes, bytes]]) -> None:
+        """Publish; for as long as the lease lasts again where Redis does not answer. Then some may come twice."""
+        end = time.monotonic() + self._feed.lease
+        while True:
+            try:
+                await self._feed.send(self._stream, entries)
+                return
+            except FeedUnavailable:
+                if time.monotonic() >= end:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def _until_followed(self, flight: Flight, followed: asyncio.Event) -> None:
         following = asyncio.create_task(followed.wait())
@@ -414,9 +433,9 @@ class Claim:
             Diverged: If the flight goes on after another leader's death, and this one says something else.
         """
         feed, last, checked = self._feed, b"0-0", time.monotonic()
-        received = 0
-        try:
-            while True:
+        received, failing = 0, math.inf  # since when
+        while True:
+            try:
                 entries = await feed.entries(self._stream, last, block=feed.lease / 3)
                 now = time.monotonic()
                 if not entries or now - checked >= feed.lease / 3:
@@ -428,13 +447,18 @@ class Claim:
                         entries = await feed.entries(self._stream, last, block=0.0)  # what it said at the very last
                         if not entries:
                             return "lost"
-                for last, fields in entries:  # noqa: B007 - goes on from there
-                    outcome, received = await self._apply(flight, fields, received)
-                    if outcome is not None:
-                        return outcome
-        except FeedUnavailable as error:
-            _log.info("a flight is followed no further: %s", error)
-            return "alone"
+            except FeedUnavailable as error:
+                failing = min(failing, time.monotonic())
+                if not flight.position or time.monotonic() - failing >= feed.lease:
+                    _log.info("a flight is followed no further: %s", error)
+                    return "alone"
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            failing = math.inf
+            for last, fields in entries:  # noqa: B007 - goes on from there
+                outcome, received = await self._apply(flight, fields, received)
+                if outcome is not None:
+                    return outcome
 
     async def _apply(self, flight: Flight, fields: dict[bytes, bytes], received: int) -> tuple[Relayed | None, int]:
         if b"h" in fields:
@@ -444,14 +468,18 @@ class Claim:
             head = _head_of(plain)
             if not head.shareable:
                 return "alone", received
-            flight.origin = "replica"
-            flight.begin(head)
+            if not self._begun:  # else it comes once more
+                self._begun = True
+                flight.origin = "replica"
+                flight.begin(head)
         elif b"c" in fields:
             plain = self._opened(fields[b"c"], b"c" + fields[b"o"])
-            if plain is None or int(fields[b"o"]) != received:
+            if plain is None or int(fields[b"o"]) > received:
                 return "lost", received
-            await flight.append(plain)
-            return None, received + len(plain)
+            new = plain[received - int(fields[b"o"]) :]  # less, or nothing, where it comes once more
+            if new:
+                await flight.append(new)
+            return None, received + len(new)
         elif b"e" in fields:
             state, _, why = fields[b"e"].partition(b": ")
             if state == b"large":

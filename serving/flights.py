@@ -165,6 +165,11 @@ class Flights:
         """Start a flight that nobody else can join: for requests that bypass the cache."""
         return self._start(arm, key, producer, settle, b"", None, None, listed=False)
 
+    def part(self, arm: str) -> None:
+        """Let nobody join an arm's flights under way any more: there may have been a flush. They go on, and may be kept."""
+        for flight in [flight for flight in self._listed.values() if flight.arm == arm]:
+            self._unlist(flight)
+
     def forget(self, arm: str | None = None, key: bytes | None = None) -> None:
         """Let nobody join the flights under way any more, of an arm or of all, of a key or of all: after a flush.
 

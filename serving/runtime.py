@@ -159,6 +159,7 @@ class Runtime:
             clock=time.perf_counter,
         )
         self.cache.on_outdated = self.cache.on_withdrawn = self.flights.forget
+        self.cache.on_unsure = self.flights.part
         self.fetcher = Fetcher(
             settings,
             upstream=self.upstream,

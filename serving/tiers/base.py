@@ -231,9 +231,9 @@ class Change:
 
     Attributes:
         kind: ``put`` (``keys`` holds the one key), ``evict`` (dropped or deleted), ``flush`` (the arm is empty), ``outdated``:
-            entries are being flushed by what they are, and what is under way may be of their kind, ``gap``: the feed was
-            interrupted, or has just begun, and changes may have been missed.
-        arm: The arm; empty for a gap, which concerns all.
+            entries are being flushed by what they are, and what is under way may be of their kind, ``lost``: nothing is heard
+            until the next gap, ``gap``: the feed was interrupted, or has just begun, and changes may have been missed.
+        arm: The arm; empty for what concerns all.
         keys: The entries' keys.
         context: Context of the entry that was put.
         vector: Vector of the entry that was put, int8 bytes; empty where it has none.
@@ -242,7 +242,7 @@ class Change:
         own: Whether this client did it.
     """
 
-    kind: Literal["put", "evict", "flush", "outdated", "gap"]
+    kind: Literal["put", "evict", "flush", "outdated", "lost", "gap"]
     arm: str = ""
     keys: tuple[bytes, ...] = ()
     context: bytes = b""
@@ -261,7 +261,13 @@ class SharedTier(Protocol):
     """
 
     def changes(self) -> AsyncIterator[Change]:
-        """Yield what clients did, this one included, as it happens. Never ends: it reconnects, and then yields a gap."""
+        """Yield what clients did, this one included, as it happens. Never ends: cut off, it yields ``lost``, reconnects, and
+        then yields a gap.
+        """
+        ...
+
+    async def until_all_listen(self) -> None:
+        """Wait until every client has had the time to listen again, where the store came up but now; else for nothing."""
         ...
 
     async def removals(self, arm: str) -> int:

@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -40,6 +41,11 @@ _SENDER_BYTES = 8
 _NUMBER = struct.Struct("<d")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
+
+_MOST_BACKOFF = 0.5
+
+REJOIN_SECONDS = 3.0
+"""So long after Redis has come up every client asks it again, and listens: the breaker's cool-down, and the feed's backoff."""
 
 KEEP_ALIVE = {
     getattr(socket, option): value
@@ -376,23 +382,32 @@ class RedisTier:
     async def changes(self) -> AsyncIterator[Change]:
         """Yield what clients did, this one included.
 
-        Reconnects with a backoff of 0.05 to 2 s; each (re)connection first yields a gap.
+        Reconnects with a backoff of 0.05 to 0.5 s; each (re)connection first yields a gap.
         """
         prefix = f"cachepilot:{{{self.namespace}:"
-        backoff = 0.05
+        backoff, lost = 0.05, False
         while True:
             try:
                 async with self._feed.pubsub() as feed:
                     await feed.psubscribe(f"{prefix}*}}:changes")
                     async for message in feed.listen():
-                        backoff = 0.05
+                        backoff, lost = 0.05, False
                         change = self._parse(message, prefix)
                         if change is not None:
                             yield change
             except (RedisError, OSError, TimeoutError) as error:
-                _log.info("change feed of %s interrupted, next try in %.2g s: %s", self.url, backoff, error)
+                if not lost:
+                    _log.info("change feed of %s interrupted, next try in %.2g s: %s", self.url, backoff, error)
+                    lost = True
+                    yield Change("lost")
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, 2.0)
+            backoff = min(2 * backoff, _MOST_BACKOFF)
+
+    async def until_all_listen(self) -> None:
+        """:meth:`serving.tiers.base.SharedTier.until_all_listen`, by Redis' uptime; not where it does not tell that."""
+        with suppress(TierUnavailable):
+            told: Any = await self._call(lambda: self._redis.info("server"), self._write_deadline)
+            await asyncio.sleep(max(0.0, REJOIN_SECONDS - float(told.get("uptime_in_seconds", REJOIN_SECONDS))))
 
     async def recent_vectors(self, arm: str, limit: int) -> list[tuple[bytes, bytes, bytes]]:
         """Return (key, context, vector) of those of the ``limit`` most recently used entries that have a vector, newest first.

@@ -45,6 +45,9 @@ class Store(MemoryTier):
         yield Change("gap")
         await asyncio.Event().wait()
 
+    async def until_all_listen(self) -> None:
+        pass
+
     async def removals(self, arm: str) -> int:
         return 1
 

@@ -15,6 +15,7 @@ from serving.cache import CacheRules, TieredCache
 from serving.knobs import Knobs
 from serving.redis_server import RedisServer
 from serving.tiers.arena import ArenaTier
+from serving.tiers.base import Change, TierUnavailable
 from serving.tiers.local import LocalTier
 from serving.tiers.memory import MemoryTier
 from serving.tiers.redis import RedisTier
@@ -43,6 +44,10 @@ class Node:
     def held(self, *numbers: int) -> list[int]:
         """Those that memory answers."""
         return [number for number in numbers if self.cache.lookup_now(ARM, request(number), now=1.0) is not None]
+
+    async def answered(self, *numbers: int) -> list[int]:
+        """Those that memory answers, where Redis is asked first as it may not be heard of what it removes."""
+        return [number for number in numbers if (await self.cache.lookup(ARM, request(number), now=1.0)).tier == "memory"]
 
     async def put(self, *numbers: int, written_at: float = 0.0) -> None:
         for number in numbers:
@@ -278,7 +283,7 @@ async def test_what_was_put_without_redis_goes_when_redis_is_back_and_has_it_not
     node = Node(memory, f"unix://{tmp_path}/redis.sock", namespace)
     await node.cache.apply({ARM: KNOBS})
     await node.put(1)
-    assert node.held(1) == [1], "what this replica stored answers"
+    assert await node.answered(1) == [1], "what this replica stored answers"
     assert memory.mark_now(ARM) == 0
     with RedisServer(tmp_path):
         await until(lambda: memory.mark_now(ARM) > 0, "the memory to be compared")
@@ -287,7 +292,7 @@ async def test_what_was_put_without_redis_goes_when_redis_is_back_and_has_it_not
         assert node.held(2) == [2]
     await node.put(3)
     assert memory.mark_now(ARM) < 0, "it says so to whoever opens it, should this process be killed"
-    assert node.held(2, 3) == [2, 3]
+    assert await node.answered(2, 3) == [2, 3]
     await node.close()
 
 
@@ -301,8 +306,46 @@ async def test_an_arena_of_before_is_not_believed_while_redis_cannot_say_what_wa
     await back.cache.apply({ARM: KNOBS})
     assert (await back.cache.lookup(ARM, request(1), now=1.0)).outcome == "miss"
     await back.put(2)
-    assert back.held(1, 2) == [2]
+    assert await back.answered(1, 2) == [2]
     await back.close()
+
+
+@pytest.mark.parametrize("how", ["flush", "delete", "tag"])
+async def test_what_is_removed_while_a_replica_cannot_listen_is_not_given_by_it(start: Start, how: str) -> None:
+    """The connection by which it hears of removals is gone, that by which it asks is not: as first after a restart of Redis."""
+    one, other = await start("one"), await start("other")
+    await one.put(1, 2)
+    assert one.held(1, 2) == [1, 2]
+    one.cache._changed(Change("lost"))
+    unsure: list[str] = []
+    one.cache.on_unsure = unsure.append
+    assert (await one.cache.lookup(ARM, request(1), now=1.0)).outcome == "hit"
+    assert unsure == [], "nothing was removed, so that who asks may still join what is under way"
+    one.cache._changed = lambda change: None  # type: ignore[method-assign]
+    if how == "flush":
+        await other.cache.flush(ARM)
+    elif how == "delete":
+        await other.cache.delete_many(ARM, [key(1)])
+    else:
+        await other.cache.outdate(ARM, {"tag": "red"})
+        await other.cache.delete_many(ARM, [key(1)])
+    found = await one.cache.lookup(ARM, request(1), now=1.0)
+    assert (found.outcome, unsure) == ("miss", [ARM])
+    assert (await one.cache.lookup(ARM, request(2), now=1.0)).outcome == ("miss" if how == "flush" else "hit")
+
+
+async def test_memory_answers_where_nothing_is_heard_and_redis_does_not_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await start("one")
+    await one.put(1)
+    one.cache._changed(Change("lost"))
+
+    async def away(*_: object, **__: object) -> tuple[None, int]:
+        raise TierUnavailable("away")
+
+    monkeypatch.setattr(one.store, "get_numbered", away)
+    assert await one.answered(1) == [1]
 
 
 def flush_and_die(connection: object, path: str, url: str, namespace: str, after: int) -> None:

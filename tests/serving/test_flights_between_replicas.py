@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from serving.crypto import Sealer
-from serving.flight_feed import FlightFeed
+from serving.flight_feed import FeedUnavailable, FlightFeed
 from serving.flights import Flight, FlightFailed, Flights, Head, Reader
 from serving.recording import finished, to_json
 from serving.redis_server import RedisServer
@@ -423,6 +423,71 @@ async def test_a_redis_that_hangs_takes_no_answer_with_it(namespace: str) -> Non
                 finally:
                     os.kill(server.pid, signal.SIGCONT)
     assert (leader.calls, follower.calls) == (1, 4)
+
+
+async def test_a_redis_that_hangs_for_less_than_the_lease_costs_no_further_call(namespace: str) -> None:
+    """Whatever the model would say the second time: who has the beginning of its answer gets the rest of that one."""
+    with RedisServer() as server:
+        leader, follower = (Replica(server.url, namespace, lease=6.0, deadline=0.05, cooldown=0.1) for _ in range(2))
+        await leader.feed.open()
+        leader.chunks = [chunk(delta(content=f"{number} ")) for number in range(50)]
+        follower.chunks = [chunk(delta(content="something else"))]
+        failures = [failures_of(replica.feed) for replica in (leader, follower)]
+        async with stopped_in_the_middle(leader, 10):
+            with follower.ask() as reader:
+                await until(lambda: reader.flight.position == len(b"".join(leader.chunks[:10])), "what the leader has")
+                assert server.pid is not None
+                os.kill(server.pid, signal.SIGSTOP)
+                try:
+                    leader.going_on.set()
+                    await until(lambda: all(failures), "both to fail")
+                finally:
+                    os.kill(server.pid, signal.SIGCONT)
+                assert await reader.body() == b"".join(leader.chunks)
+        assert (leader.calls, follower.calls) == (1, 0)
+        await close(leader, follower)
+
+
+async def test_a_lease_that_lapsed_while_redis_hung_is_taken_again_by_its_leader(redis_url: str, namespace: str) -> None:
+    leader, follower = (Replica(redis_url, namespace, lease=0.6) for _ in range(2))
+    redis = Redis.from_url(redis_url)
+    pattern = f"cachepilot:{{{namespace}:control}}:flight:{KEY.hex()}:*-"
+
+    async def lease() -> bytes | None:
+        names = await redis.keys(pattern)
+        return await redis.get(names[0]) if names else None
+
+    async with stopped_in_the_middle(leader, 1):
+        held = await lease()
+        assert held is not None
+        assert await redis.delete(*await redis.keys(pattern)) == 1
+        await until(lambda: _equals(lease, held), "the lease to be taken again")
+        with follower.ask() as reader:
+            leader.going_on.set()
+            assert await reader.body() == b"".join(SAID)
+    assert (leader.calls, follower.calls) == (1, 0)
+    await close(leader, follower)
+    await redis.aclose()
+
+
+async def _equals(read: Callable[[], Awaitable[bytes | None]], value: bytes) -> bool:
+    return await read() == value
+
+
+def failures_of(feed: FlightFeed) -> list[FeedUnavailable]:
+    """Collects what calls of a feed fail with."""
+    failures: list[FeedUnavailable] = []
+    call = feed.call
+
+    async def noted(*given: Any, **more: Any) -> Any:
+        try:
+            return await call(*given, **more)
+        except FeedUnavailable as error:
+            failures.append(error)
+            raise
+
+    feed.call = noted  # type: ignore[method-assign]
+    return failures
 
 
 async def test_more_flights_than_connections_are_not_followed_and_hurt_nobody(redis_url: str, namespace: str) -> None:

@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from serving.audit import RedisAudit
-from serving.tiers.base import TierUnavailable
+from serving.redis_server import RedisServer
+from serving.tiers.base import Change, TierUnavailable
 from tests.serving.gateways import Client, Model, before, gateway
 from tests.waiting import until
 
@@ -283,3 +284,51 @@ async def test_a_tenant_is_not_told_that_another_one_asked_something_similar() -
         told = [await client.ask(text, bearer("b1")) for text in ("How could I reset my card PIN?", "Name three rivers")]
         assert own.cache == "SEMANTIC"
         assert [reply.headers["x-cache-rule"] for reply in told] == ["miss", "below_threshold"]
+
+
+@pytest.mark.parametrize("where", [{"all": True}, {"tag": "red"}], ids=["of everything", "of a tag"])
+async def test_who_asks_after_a_flush_joins_no_answer_at_a_replica_that_could_not_listen(
+    where: dict[str, Any], redis_url: str, namespace: str
+) -> None:
+    model = Model()
+    settings: dict[str, Any] = {"auth": AUTH, "redis_url": redis_url, "namespace": namespace}
+    async with before(model, replicas=2, **settings) as (one, other):
+        model.hold.clear()
+        headers = {**bearer("a1"), "x-cache-tags": "red"}
+        first = asyncio.create_task(one.ask("hello", headers))
+        await until(lambda: len(model.asked) == 1, "the model to be asked")
+        cache = one.gateway.runtime.cache
+        cache._changed(Change("lost"))
+        cache._changed = lambda change: None  # type: ignore[method-assign]
+        await admin(other, "flush", where)
+        second = asyncio.create_task(one.ask("hello", headers))
+        await until(lambda: len(model.asked) == 2, "the model to be asked again")
+        model.hold.set()
+        assert [(reply.status, reply.cache) for reply in await asyncio.gather(first, second)] == [(200, "MISS"), (200, "MISS")]
+
+
+async def test_a_flush_right_after_a_restart_of_redis_holds_at_replicas_that_did_not_listen_again_yet(
+    tmp_path: Path, namespace: str
+) -> None:
+    model = Model()
+    settings: dict[str, Any] = {"auth": AUTH, "redis_url": f"unix://{tmp_path}/redis.sock", "namespace": namespace}
+    headers = {**bearer("a1"), "x-cache-tags": "red"}
+    async with before(model, replicas=2, **settings) as (one, other):
+        with RedisServer(tmp_path):
+            await until(lambda: not other.gateway.runtime.cache._deaf, "the feed to be connected")
+            await one.ask("hello", headers)
+        model.hold.clear()
+        under_way = asyncio.create_task(other.ask("under way", headers))
+        await until(lambda: len(model.asked) == 2, "the model to be asked")
+        with RedisServer(tmp_path):
+
+            async def flushed() -> bool:  # by a replica that listens already, maybe
+                reply = await one.request("POST", "/admin/v1/flush", json={"tag": "red"}, headers=ADMIN)
+                return reply.status == 200
+
+            await until(flushed, "Redis to be asked again")
+            asked = [asyncio.create_task(other.ask(text, headers)) for text in ("hello", "under way")]
+            await until(lambda: len(model.asked) == 4, "the model to be asked anew")
+            model.hold.set()
+            assert [reply.cache for reply in await asyncio.gather(*asked)] == ["MISS", "MISS"]
+            await under_way

@@ -243,6 +243,7 @@ async def test_budgets_survive_a_redis_that_loses_its_data_and_its_scripts(tmp_p
             server.__exit__(None, None, None)
             with pytest.raises(TierUnavailable, match=r"no answer from unix://.*redis\.sock"):
                 await tier.get("a", key(1))
+            await until(lambda: told == [Change("lost")], "the feed to say once that it hears nothing")
             with RedisServer(tmp_path):
                 assert await tier.get("a", key(1)) is None
                 assert [await tier.put("a", entry(number)) for number in (1, 2, 3)] == [0, 0, 1]
