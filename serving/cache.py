@@ -271,6 +271,8 @@ class TieredCache:
         decision = decide(asked, exact, (), knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
             self._promote(arm, decision.entry, known)
+            if not reachable:
+                self.memory.touch_soon(arm, fp.key)
             if decision.outcome == "hit":
                 self._renew(arm, decision.entry, now)
             return answer_of(decision, self.store.name if self.store is not None and reachable else self.memory.name)
