@@ -157,17 +157,12 @@ class Gateway:
         query = scope.get("query_string", b"").decode("latin-1")
         target = f"{path}?{query}" if query else path
         headers = upstream.forwarded(scope["headers"], credentials=not runtime.tenants.configured)
-        if scope["method"] == "POST":
-            await unless_gone(receive, self._pass_stream(target, raw, headers, send))
-            return
-        answer = await upstream.call(target, raw or None, headers, method=scope["method"])
-        kind = (b"content-type", answer.content_type.encode("latin-1"))
-        await respond(send, answer.status, [kind, *_back(answer.headers)], answer.body)
+        await unless_gone(receive, self._pass_back(scope["method"], target, raw or None, headers, send))
 
-    async def _pass_stream(self, target: str, raw: bytes, headers: dict[str, str], send: Send) -> None:
+    async def _pass_back(self, method: str, target: str, raw: bytes | None, headers: dict[str, str], send: Send) -> None:
         begun = False
         try:
-            async with self.runtime.upstream.stream(target, raw, headers) as (head, chunks):
+            async with self.runtime.upstream.stream(target, raw, headers, method=method) as (head, chunks):
                 kind = (b"content-type", head.content_type.encode("latin-1"))
                 await send({"type": "http.response.start", "status": head.status, "headers": [kind, *_back(head.headers)]})
                 begun = True

@@ -166,7 +166,7 @@ class Upstream:
             return error.answer
 
     def stream(
-        self, path: str, body: bytes, headers: Mapping[str, str]
+        self, path: str, body: bytes | None, headers: Mapping[str, str], *, method: str = "POST"
     ) -> AbstractAsyncContextManager[tuple[UpstreamAnswer, AsyncIterator[bytes]]]:
         """Make one call whose answer is passed on as it comes.
 
@@ -174,8 +174,9 @@ class Upstream:
 
         Args:
             path: Below the base URL, with its slash: ``/chat/completions``.
-            body: The request's body.
+            body: The request's body; None for none.
             headers: As :meth:`forwarded` returns them.
+            method: As for :meth:`call`.
 
         Returns:
             A context that yields the answer's head (its ``body`` is empty) once the first byte is here, and an iterator of its
@@ -183,7 +184,7 @@ class Upstream:
             iterator raises :class:`Interrupted` if the upstream breaks off; entering the context raises :class:`Overloaded` if
             there is no turn.
         """
-        return self._answer("POST", path, body, headers)
+        return self._answer(method, path, body, headers)
 
     async def models(self, headers: Mapping[str, str]) -> UpstreamAnswer:
         """Return the upstream's list of models."""

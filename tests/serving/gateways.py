@@ -178,6 +178,14 @@ class Model:
 
     async def _responses(self, request: Request) -> Response:
         number, body = await self._begin(request)
+        if request.query_params.get("stream") == "true":
+
+            async def events() -> AsyncIterator[bytes]:
+                yield b"event: response.created\ndata: {}\n\n"
+                await self.pause.wait()
+                yield b"event: response.completed\ndata: {}\n\n"
+
+            return StreamingResponse(events(), media_type="text/event-stream")
         if body.get("stream"):
             return Response(b"event: response.created\ndata: {}\n\n", media_type="text/event-stream")
         return _json(

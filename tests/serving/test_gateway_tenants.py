@@ -88,6 +88,15 @@ async def test_responses_and_models_pass_through() -> None:
             assert (await client.request("GET", path)).status == 404
 
 
+async def test_a_response_that_is_fetched_as_a_stream_comes_as_it_is_made() -> None:
+    model = Model()
+    model.pause.clear()
+    async with gateway(model) as client, client._session.get(f"{client.url}/v1/responses/resp-1?stream=true") as reply:
+        assert await reply.content.readuntil(b"\n\n") == b"event: response.created\ndata: {}\n\n"
+        model.pause.set()
+        assert await reply.content.read() == b"event: response.completed\ndata: {}\n\n"
+
+
 async def test_one_tenant_cannot_read_anothers_stored_responses() -> None:
     async with gateway(Model(), auth=AUTH) as client:
         assert (await client.request("GET", "/v1/responses/resp-1", headers=bearer("b1"))).status == 404
