@@ -463,6 +463,7 @@ async def test_a_lease_that_lapsed_while_redis_hung_is_taken_again_by_its_leader
         assert await redis.delete(*await redis.keys(pattern)) == 1
         await until(lambda: _equals(lease, held), "the lease to be taken again")
         with follower.ask() as reader:
+            await until(lambda: reader.flight.position == len(SAID[0]), "what the leader has")
             leader.going_on.set()
             assert await reader.body() == b"".join(SAID)
     assert (leader.calls, follower.calls) == (1, 0)
