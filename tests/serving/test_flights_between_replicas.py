@@ -428,7 +428,7 @@ async def test_a_redis_that_hangs_takes_no_answer_with_it(namespace: str) -> Non
 async def test_a_redis_that_hangs_for_less_than_the_lease_costs_no_further_call(namespace: str) -> None:
     """Whatever the model would say the second time: who has the beginning of its answer gets the rest of that one."""
     with RedisServer() as server:
-        leader, follower = (Replica(server.url, namespace, lease=6.0, deadline=0.05, cooldown=0.1) for _ in range(2))
+        leader, follower = (Replica(server.url, namespace, lease=6.0, deadline=0.5, cooldown=0.1) for _ in range(2))
         await leader.feed.open()
         leader.chunks = [chunk(delta(content=f"{number} ")) for number in range(50)]
         follower.chunks = [chunk(delta(content="something else"))]
