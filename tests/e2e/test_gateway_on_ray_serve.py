@@ -8,6 +8,7 @@ import json
 import socket
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -205,6 +206,28 @@ def test_the_ingress_listens_on_loopback_alone(stack: Stack) -> None:
     ours = {process.pid for process in psutil.Process().children(recursive=True)}
     proxies = {pid for pid in ours if psutil.Process(pid).name() == "haproxy"}
     assert {address for pid, address, _ in listening if pid in proxies} <= {"127.0.0.1"}
+
+
+def test_the_ingress_takes_as_long_headers_as_operators_may_name_things(stack: Stack) -> None:
+    names = {name: ",".join(f"{name}-{number:0{255 - len(name)}}" for number in range(32)) for name in ("tag", "document")}
+    parts = urlsplit(stack.gateway.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30.0)
+    headers = {"content-type": "application/json", "x-cache-tags": names["tag"], "x-cache-documents": names["document"]}
+    connection.request("POST", "/v1/chat/completions", json.dumps(chat(stack.question())).encode(), headers)
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("x-cache")) == (200, "MISS"), answer.read()
+    connection.close()
+
+
+def test_an_ingress_that_another_one_replaces_lets_its_requests_last(stack: Stack) -> None:
+    upstream, stops = stack.settings.upstream, []
+    for process in psutil.Process().children(recursive=True):
+        if process.name() == "haproxy":
+            words = process.cmdline()
+            lines = Path(words[words.index("-f") + 1]).read_text(encoding="utf-8").splitlines()
+            stops += [line.split()[1] for line in lines if line.strip().startswith("hard-stop-after")]
+    assert stops
+    assert all(int(stop.removesuffix("s")) > max(upstream.timeout + upstream.max_wait, stack.settings.drain) for stop in stops)
 
 
 def test_a_port_in_use_is_named(stack: Stack) -> None:
