@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
 from serving.app import GatewayReplica, start
+from serving.inbound import Receive, Scope, Send, read_body
+from serving.replies import JSON_TYPE, respond
 from serving.settings import GatewaySettings
 
-if TYPE_CHECKING:
-    from serving.inbound import Receive, Scope, Send
-
 _PATH = "/v1/chat/completions"
+_MOST_BYTES = 1 << 20
 
 
 class Forwarding:
@@ -36,14 +36,10 @@ class Forwarding:
         status, body = 200, b"{}"
         if scope["path"] == _PATH:
             assert self._session is not None
-            asked, more = b"", True
-            while more:
-                message = await receive()
-                asked, more = asked + message.get("body", b""), message.get("more_body", False)
+            asked = await read_body(receive, _MOST_BYTES)
             async with self._session.post(self._url, data=asked, headers={"content-type": "application/json"}) as answer:
                 status, body = answer.status, await answer.read()
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body})
+        await respond(send, status, [JSON_TYPE], body)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         while True:
