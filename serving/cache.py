@@ -21,16 +21,15 @@ from typing import Protocol
 from serving.adoption import Adoption
 from serving.budgets import Budgets
 from serving.coherence import Coherence, Store
-from serving.ending import end, report_failure
 from serving.keys import Fingerprint
 from serving.knobs import Knobs
 from serving.lookup import Lookup, answer_of
 from serving.policy import Asked, CacheRules, Candidate, decide, is_live, worth_fetching
-from serving.reindexing import index_from_memory, index_from_store
-from serving.tiers.base import KEY_BYTES, Change, Entry, EntryMeta, Outdated, SharedTier, Tier, TierStats, TierUnavailable
+from serving.tiers.base import KEY_BYTES, Entry, EntryMeta, Outdated, Tier, TierStats, TierUnavailable
 from serving.tiers.local import LocalTier
 from serving.tiers.vector import VectorTier
 from serving.tiers.vector_store import VectorStore
+from serving.upkeep import Told, Upkeep
 from serving.vector_index import VectorIndex
 from serving.writing import Writing
 
@@ -47,9 +46,6 @@ _log = logging.getLogger(__name__)
 
 RENEW_SECONDS = 1.0
 """How much younger a hit has to make an entry for the store to be told."""
-
-RETRY_SECONDS = 1.0
-"""How often what a tier missed while it was away is offered again."""
 
 
 class NeighbourCache(Protocol):
@@ -84,10 +80,8 @@ class TieredCache:
 
     Attributes:
         neighbours: Other nodes' memory, asked between this node's and the store; None: there is none.
-        on_outdated: Told the arm whose answers under way are older than a flush, here or at another replica.
-        on_unsure: Told the arm whose answers under way may be older than a flush that was not heard of.
-        on_withdrawn: Told the arm and the key of an entry that should not have been given, here.
-        on_removed: Told the arm and the keys that left the store; None: all of the arm.
+        told: Who is told of what is not to be given any more; its functions may be set.
+        upkeep: Hears of the store's changes, and catches up with what was missed.
 
     Raises:
         ValueError: If ``memories`` is below 1.
@@ -110,21 +104,13 @@ class TieredCache:
         self.store = store
         self.vectors = VectorIndex(vectors) if vectors is not None else None
         self.rules = rules
-        self._rebuild_limit = rebuild_vectors
         self._confidential = confidential
         self.neighbours: NeighbourCache | None = None
-        self.on_outdated: Callable[[str], None] = lambda _: None
-        self.on_unsure: Callable[[str], None] = lambda _: None
-        self.on_withdrawn: Callable[[str, bytes], None] = lambda arm, key: None
-        self.on_removed: Callable[[str, Sequence[bytes] | None], None] = lambda arm, keys: None
-        self._unindexed: set[str] = set()  # arms whose vectors are to be read from the store
+        self.told = Told()
         self._work = asyncio.Event()
         self._budgets = Budgets(memory, store, l1_share=rules.l1_share, memories=memories, wake=self._work.set)
-        self._following = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
         self._renewing: set[asyncio.Task[None]] = set()
         self._shared: Store | None = store if isinstance(store, Store) else None
-        self._deaf = False  # what others remove is not heard of at the moment
         self._coherence: Coherence | None = None
         self._adoption: Adoption | None = None
         if self._shared is not None:
@@ -132,6 +118,17 @@ class TieredCache:
             self._adoption = Adoption(self._shared, self._coherence.position, self._promote)
         self._unsure: Mapping[str, object] = self._coherence.unsure if self._coherence is not None else {}
         self._writing = Writing(memory, store, self._coherence, self._shared) if store is not None else None
+        self.upkeep = Upkeep(
+            memory,
+            store,
+            self._coherence,
+            self._shared,
+            budgets=self._budgets,
+            vectors=self.vectors,
+            rebuild_vectors=rebuild_vectors,
+            work=self._work,
+            told=self.told,
+        )
         if store is None:
             memory.on_evict = self._forget_vectors
         else:
@@ -157,7 +154,7 @@ class TieredCache:
             provisional: Whether these are not known to be the cluster's: budgets that others gave the memory tier then stay.
         """
         begun = {arm for arm in arms if arm not in self._budgets}
-        self._unindexed.update(begun)
+        self.upkeep.index(begun)
         self._budgets.take(arms, provisional=provisional)
         if self.vectors is not None:
             for arm, knobs in arms.items():
@@ -170,7 +167,7 @@ class TieredCache:
                 self._drop_copies(arm)
         await self._budgets.settle_store()
         self._work.set()
-        self._start()
+        self.upkeep.start()
 
     def share_memory(self, memories: int) -> None:
         """Divide the memory part of the budgets by another number of memory tiers, >= 1."""
@@ -184,7 +181,7 @@ class TieredCache:
             memories: How many share the memory part of the budget then.
             provisional: As for :meth:`apply`.
         """
-        before, self.memory = self.memory, memory
+        before, self.memory, self.upkeep.memory = self.memory, memory, memory
         arms = self._budgets.arms
         if self.store is None:
             for arm in arms:
@@ -204,14 +201,14 @@ class TieredCache:
                             memory.put_now(arm, entry)
                     await asyncio.sleep(0)
         self._work.set()
-        self._start()
+        self.upkeep.start()
         await before.close()
 
     # -- reading -------------------------------------------------------------------------------------------------------------
 
     def lookup_now(self, arm: str, request: Asked | Fingerprint, *, now: float) -> Lookup | None:
         """Return an exact hit of the memory tier, without awaiting; None where :meth:`lookup` has to look further. O(1)."""
-        if self._deaf:  # the store is asked first, if it answers
+        if self.upkeep.deaf:  # the store is asked first, if it answers
             return None
         asked = request if isinstance(request, Asked) else Asked(request)
         entry = self.memory.get_now(arm, asked.fp.key, touch=False)
@@ -256,7 +253,7 @@ class TieredCache:
         if asked.directives.no_store or asked.directives.no_cache or asked.refresh:
             return answer_of(decide(asked, None, (), knobs=knobs, rules=self.rules, now=now), "", vector=vector)
         exact = self._remembered(arm, fp.key)  # there, but expired, or nothing is heard of what was removed
-        if exact is None and self.neighbours is not None and not self._deaf:
+        if exact is None and self.neighbours is not None and not self.upkeep.deaf:
             found = await self._ask_neighbour(self.neighbours, arm, asked, now)
             if found is not None:
                 return found
@@ -266,7 +263,7 @@ class TieredCache:
                 stored, known = await self._stored(self.store, arm, fp.key)
             except TierUnavailable:
                 stored, reachable = None, False
-            if stored is not None or (self._deaf and reachable):
+            if stored is not None or (self.upkeep.deaf and reachable):
                 exact = stored
         decision = decide(asked, exact, (), knobs=knobs, rules=self.rules, now=now)
         if decision.entry is not None:
@@ -417,12 +414,12 @@ class TieredCache:
         Raises:
             TierUnavailable: If the store cannot be asked.
         """
-        self.on_outdated(arm)
+        self.told.outdated(arm)
         if self._shared is not None and self._coherence is not None:
             self._coherence.outdated(arm)
             await self._shared.outdate(arm, where)
             self._coherence.flushed(arm)
-            self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
+            self.told.outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
 
     async def withdraw(self, arm: str, key: bytes) -> bool:
         """Remove an entry that should not have been given, and keep no answer to it that is under way; whether it was there.
@@ -430,7 +427,7 @@ class TieredCache:
         Raises:
             TierUnavailable: If the store cannot be asked; then it may be gone from memory alone.
         """
-        self.on_withdrawn(arm, key)
+        self.told.withdrawn(arm, key)
         if self._shared is not None and self._coherence is not None:
             await self._shared.outdate(arm, {"key": key.hex()}, told=False)
             self._coherence.flushed(arm)
@@ -442,7 +439,7 @@ class TieredCache:
         Raises:
             TierUnavailable: If the store cannot be asked; then they are gone from memory alone, and what the store has is not.
         """
-        self.on_outdated(arm)
+        self.told.outdated(arm)
         count = self.memory.flush_now(arm)
         if self.vectors is not None:
             self.vectors.flush(arm)
@@ -451,8 +448,12 @@ class TieredCache:
             if self._coherence is not None:
                 self._coherence.flushed(arm)
             self.memory.flush_now(arm)  # what was read from the store before came meanwhile
-            self.on_outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
+            self.told.outdated(arm)  # who asked meanwhile may follow what was under way elsewhere
         return count
+
+    async def following(self) -> None:
+        """Wait until what other replicas do to the store is heard of, and what was missed is known; at once without a store."""
+        await self.upkeep.following()
 
     async def until_all_listen(self) -> None:
         """After a flush: wait until no replica can be that has not heard of it, though it could not listen, as after a restart of
@@ -471,9 +472,8 @@ class TieredCache:
 
     async def close(self) -> None:
         """Stop the background work and close the tiers."""
-        await end(self._tasks)
+        await self.upkeep.stop()
         await asyncio.gather(*self._renewing, return_exceptions=True)
-        self._tasks = []
         if self._adoption is not None:
             await self._adoption.close()
         if self.store is not None:
@@ -518,9 +518,9 @@ class TieredCache:
         before = self._coherence.last(arm)
         entry, known = await self._shared.get_numbered(arm, key, touch=touch)
         self._coherence.learned(arm, known)
-        if self._deaf and known != before:
+        if self.upkeep.deaf and known != before:
             self._coherence.begin(arm)
-            self.on_unsure(arm)
+            self.told.unsure(arm)
         return entry, known
 
     def _touched(self, arm: str, entry: Entry, now: float) -> None:
@@ -553,12 +553,8 @@ class TieredCache:
             self._index(arm, entry.key, entry.context, entry.vector, EntryMeta.load(entry.meta))
 
     def _index(self, arm: str, key: bytes, context: bytes, vector: bytes, meta: EntryMeta | None = None) -> None:
-        if self.vectors is None:
-            return
-        if len(vector) == self.vectors.dim:
-            self.vectors.add(arm, key, context, vector, meta)
-        else:
-            self.vectors.remove(arm, (key,))
+        if self.vectors is not None:
+            self.vectors.replace(arm, key, context, vector, meta)
 
     def _forget(self, arm: str, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -594,7 +590,7 @@ class TieredCache:
         for candidate in worth_fetching(asked, near, self.rules):
             entry = self._remembered(arm, candidate.key)
             live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
-            if self.store is not None and reachable and (not live or self._deaf):
+            if self.store is not None and reachable and (not live or self.upkeep.deaf):
                 try:
                     entry, numbers[candidate.key] = await self._stored(self.store, arm, candidate.key, touch=False)
                     live = entry is not None and is_live(entry, now=now, knobs=knobs, rules=self.rules)
@@ -610,98 +606,3 @@ class TieredCache:
             elif not objection:
                 break
         return [known.get(candidate.key, candidate) for candidate in near]
-
-    def _start(self) -> None:
-        if not self._tasks and (self.store is not None or self.memory.shared):
-            self._tasks = [asyncio.create_task(self._maintain(), name="cache-maintenance")]
-            if self._shared is not None:
-                self._tasks.append(asyncio.create_task(self._follow(self._shared), name="cache-change-feed"))
-            for task in self._tasks:
-                task.add_done_callback(report_failure)
-
-    async def _maintain(self) -> None:
-        """Catch up with what was missed: budgets, what left the store, and the vectors that other replicas wrote."""
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            self._budgets.settle_memory()
-            await self._budgets.settle_store()
-            await self._settle_memory()
-            await self._rebuild()
-            if self._budgets.owes or self._unindexed or (self._coherence is not None and self._coherence.owes):
-                self._work.set()
-                await asyncio.sleep(RETRY_SECONDS)
-
-    async def _settle_memory(self) -> None:
-        if self._coherence is None or not self._coherence.owes:
-            return
-        try:
-            await self._coherence.settle()
-        except TierUnavailable as error:
-            _log.debug("memory will be compared with the store when that answers: %s", error)
-        self._following.set()
-
-    async def _rebuild(self) -> None:
-        """Index what there was before this process, where the index is the process's own."""
-        vectors, pending = self.vectors, sorted(self._unindexed)
-        self._unindexed.clear()
-        if vectors is None or vectors.shared:
-            return
-        for done, arm in enumerate(pending):
-            try:
-                if self._shared is not None:
-                    await index_from_store(self._shared, arm, vectors, self._rebuild_limit)
-                elif self.store is None:
-                    await index_from_memory(self.memory, arm, vectors)
-            except TierUnavailable:
-                self._unindexed.update(pending[done:])
-                return
-
-    async def following(self) -> None:
-        """Wait until what other replicas do to the store is heard of, and what was missed is known; at once without a store."""
-        if self._shared is not None:
-            await self._following.wait()
-
-    async def _follow(self, store: SharedTier) -> None:
-        """Keep the memory tier and the index in step with what other replicas do to the shared store."""
-        async for change in store.changes():
-            self._changed(change)
-
-    def _changed(self, change: Change) -> None:
-        assert self._coherence is not None
-        if change.kind == "lost":
-            self._deaf = True
-            self._coherence.deaf()
-            return
-        if change.kind == "gap":
-            self._deaf = False
-            self._coherence.listening(self._budgets.arms)
-            for arm in self._budgets.arms:
-                self.on_unsure(arm)
-            self._unindexed.update(self._budgets.arms)
-            self._work.set()
-            return
-        if change.arm not in self._budgets:
-            return
-        if change.kind == "outdated":
-            self._coherence.outdated(change.arm)
-        else:
-            self._coherence.heard(change)
-        if change.kind == "evict" and not change.keys:
-            return
-        if change.kind in ("evict", "flush"):
-            self.on_removed(change.arm, change.keys if change.kind == "evict" else None)
-        if change.own:
-            return
-        # Vectors that all replicas share were told by the one that made the change.
-        vectors = self.vectors if self.vectors is not None and not self.vectors.shared else None
-        if change.kind == "put":
-            if vectors is not None:
-                self._index(change.arm, change.keys[0], change.context, change.vector)
-        elif change.kind == "evict":
-            if vectors is not None:
-                vectors.remove(change.arm, change.keys)
-        else:
-            self.on_outdated(change.arm)
-            if change.kind == "flush" and vectors is not None:
-                vectors.flush(change.arm)

@@ -158,8 +158,8 @@ class Runtime:
             feed=self._flight_feed,
             clock=time.perf_counter,
         )
-        self.cache.on_outdated = self.cache.on_withdrawn = self.flights.forget
-        self.cache.on_unsure = self.flights.part
+        self.cache.told.outdated = self.cache.told.withdrawn = self.flights.forget
+        self.cache.told.unsure = self.flights.part
         self.fetcher = Fetcher(
             settings,
             upstream=self.upstream,
@@ -255,7 +255,7 @@ class Runtime:
             _log.warning("neighbours: neither served nor read: %s", error)
             return
         self.cache.neighbours = self._neighbours.tier
-        self.cache.on_removed = self._neighbours.outdated
+        self.cache.told.removed = self._neighbours.outdated
         self.metrics.open_hits(self._neighbours.tier.name)
 
     async def _try_arena(self, url: str | None) -> None:

@@ -57,6 +57,13 @@ class VectorIndex:
         else:
             self._tell(_Change("add", arm, items=(VectorItem(key, context, vector, meta or EntryMeta()),)))
 
+    def replace(self, arm: str, key: bytes, context: bytes, vector: bytes, meta: EntryMeta | None = None) -> None:
+        """Keep an entry's vector in place of the one before; where it has none of this index's kind, remove that one."""
+        if len(vector) == self.dim:
+            self.add(arm, key, context, vector, meta)
+        else:
+            self.remove(arm, (key,))
+
     def remove(self, arm: str, keys: Sequence[bytes]) -> None:
         """Remove the keys' vectors."""
         if self._tier is not None:

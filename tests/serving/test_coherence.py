@@ -316,12 +316,12 @@ async def test_what_is_removed_while_a_replica_cannot_listen_is_not_given_by_it(
     one, other = await start("one"), await start("other")
     await one.put(1, 2)
     assert one.held(1, 2) == [1, 2]
-    one.cache._changed(Change("lost"))
+    one.cache.upkeep.heard(Change("lost"))
     unsure: list[str] = []
-    one.cache.on_unsure = unsure.append
+    one.cache.told.unsure = unsure.append
     assert (await one.cache.lookup(ARM, request(1), now=1.0)).outcome == "hit"
     assert unsure == [], "nothing was removed, so that who asks may still join what is under way"
-    one.cache._changed = lambda change: None  # type: ignore[method-assign]
+    one.cache.upkeep.heard = lambda change: None  # type: ignore[method-assign]
     if how == "flush":
         await other.cache.flush(ARM)
     elif how == "delete":
@@ -339,7 +339,7 @@ async def test_memory_answers_where_nothing_is_heard_and_redis_does_not_answer(
 ) -> None:
     one = await start("one")
     await one.put(1)
-    one.cache._changed(Change("lost"))
+    one.cache.upkeep.heard(Change("lost"))
 
     async def away(*_: object, **__: object) -> tuple[None, int]:
         raise TierUnavailable("away")

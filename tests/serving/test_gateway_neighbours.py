@@ -136,7 +136,7 @@ async def test_a_neighbour_that_has_not_heard_of_a_removal_is_not_believed(
         assert mine
         await all_stored(one, questions)
         # It hears nothing more, and answers those who read its memory all the same.
-        one.gateway.runtime.cache._changed = lambda change: None  # type: ignore[method-assign]
+        one.gateway.runtime.cache.upkeep.heard = lambda change: None  # type: ignore[method-assign]
         await other.gateway.runtime.cache.flush("control")
         assert all(held(one, question) for question in mine), "it still has them"
         for question in mine:

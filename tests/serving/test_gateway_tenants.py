@@ -307,8 +307,8 @@ async def test_who_asks_after_a_flush_joins_no_answer_at_a_replica_that_could_no
         first = asyncio.create_task(one.ask("hello", headers))
         await until(lambda: len(model.asked) == 1, "the model to be asked")
         cache = one.gateway.runtime.cache
-        cache._changed(Change("lost"))
-        cache._changed = lambda change: None  # type: ignore[method-assign]
+        cache.upkeep.heard(Change("lost"))
+        cache.upkeep.heard = lambda change: None  # type: ignore[method-assign]
         await admin(other, "flush", where)
         second = asyncio.create_task(one.ask("hello", headers))
         await until(lambda: len(model.asked) == 2, "the model to be asked again")
@@ -324,7 +324,7 @@ async def test_a_flush_right_after_a_restart_of_redis_holds_at_replicas_that_did
     headers = {**bearer("a1"), "x-cache-tags": "red"}
     async with before(model, replicas=2, **settings) as (one, other):
         with RedisServer(tmp_path):
-            await until(lambda: not other.gateway.runtime.cache._deaf, "the feed to be connected")
+            await until(lambda: not other.gateway.runtime.cache.upkeep.deaf, "the feed to be connected")
             await one.ask("hello", headers)
         model.hold.clear()
         under_way = asyncio.create_task(other.ask("under way", headers))

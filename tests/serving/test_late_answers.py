@@ -260,7 +260,7 @@ async def test_an_answer_that_lands_after_a_flush_of_which_its_node_has_not_hear
 ) -> None:
     here, there = nodes
     since = here.cache.last_removal(ARM)
-    here.cache._changed = lambda change: None  # type: ignore[method-assign]  # it hears of nothing
+    here.cache.upkeep.heard = lambda change: None  # type: ignore[method-assign]  # it hears of nothing
     await flush_by(there, how)
     await here.cache.put(ARM, described(1), now=0.0, since=since)
     assert not here.remembers(1)
@@ -385,7 +385,7 @@ async def test_what_was_under_way_at_a_flush_by_the_node_itself_waits_for_the_st
     """The message by which it would hear of its own flush has not come yet, and the put fails."""
     here, _ = nodes
     since = here.cache.last_removal(ARM)
-    here.cache._changed = lambda change: None  # type: ignore[method-assign]
+    here.cache.upkeep.heard = lambda change: None  # type: ignore[method-assign]
     await flush_by(here, how)
 
     async def away(*_: object, **__: object) -> tuple[int, int]:
@@ -446,7 +446,7 @@ async def test_nothing_answers_that_was_asked_for_before_a_flush_that_covers_it_
     folder = tmp_path / str(next(_names_of_runs))
     folder.mkdir()
     nodes = [Node(folder / name, redis_url, f"late-{os.getpid()}-{folder.name}") for name in ("here", "there")]
-    heard: list[Any] = [node.cache._changed for node in nodes]
+    heard: list[Any] = [node.cache.upkeep.heard for node in nodes]
     missed: list[list[Change]] = [[], []]
     under_way: list[tuple[Node, int | None, Entry]] = []
     flushed = dict.fromkeys(range(4), -1)
@@ -473,14 +473,14 @@ async def test_nothing_answers_that_was_asked_for_before_a_flush_that_covers_it_
         elif name == "lose":
             await node.store._redis.delete(*node.store._keys(ARM))
         elif name == "deafen":
-            node.cache._changed = missed[which].append  # type: ignore[method-assign,assignment]
+            node.cache.upkeep.heard = missed[which].append  # type: ignore[method-assign,assignment]
         elif name == "hear":
-            node.cache._changed = heard[which]  # type: ignore[method-assign]
+            node.cache.upkeep.heard = heard[which]  # type: ignore[method-assign]
             for change in missed[which]:
                 heard[which](change)
             missed[which].clear()
     for which, node in enumerate(nodes):
-        node.cache._changed = heard[which]  # type: ignore[method-assign]
+        node.cache.upkeep.heard = heard[which]  # type: ignore[method-assign]
         for change in missed[which]:
             heard[which](change)
     for asker, since, answer in under_way:
@@ -507,7 +507,7 @@ async def test_an_answer_under_way_at_a_replica_that_has_not_heard_of_the_flush_
     auth = {"admin": [hashlib.sha256(b"root").hexdigest()]}
     tagged = {"x-cache-tags": "red"}
     async with before(model, replicas=2, auth=auth, redis_url=redis_url, namespace=namespace) as (one, other):
-        one.gateway.runtime.cache.on_outdated = lambda _: None
+        one.gateway.runtime.cache.told.outdated = lambda _: None
         model.hold.clear()
         under_way = asyncio.create_task(one.ask("a question", tagged, stream=stream))
         await until(lambda: len(model.asked) == 1, "the question to have reached the model")
