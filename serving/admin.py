@@ -27,8 +27,8 @@ from urllib.parse import parse_qs
 import orjson
 
 from serving.audit import Audit, AuditEvent
+from serving.openai_error import JSON, openai_error
 from serving.tiers.base import Entry, EntryMeta, TierUnavailable
-from serving.upstream import JSON, openai_error
 
 _log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from serving.fetching import Call
 from serving.flights import FlightFailed, Head, Reader
 from serving.inbound import Disconnected, Inbound, Receive, Refused, Scope, Send, read_body, understand, unless_gone
 from serving.keys import Endpoint, key64
+from serving.openai_error import openai_error
 from serving.policy import ERROR_STATUSES, Rule, on_error
 from serving.replies import (
     JSON_TYPE,
@@ -43,7 +44,7 @@ from serving.replies import (
 )
 from serving.runtime import CLIENT_LEFT, Runtime
 from serving.tiers.base import Entry, Form
-from serving.upstream import Interrupted, UpstreamAnswer, openai_error
+from serving.upstream import Interrupted, UpstreamAnswer
 from serving.warmup import Remembered
 
 _RECORDED: Mapping[str, Outcome] = {

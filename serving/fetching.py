@@ -24,12 +24,13 @@ from serving.flights import Flight, Flights, Head, Producer, Settle
 from serving.inbound import PATHS, Inbound, dumps, upstream_body
 from serving.keys import Endpoint
 from serving.metrics import GatewayMetrics
+from serving.openai_error import JSON
 from serving.policy import Asked, entry_ttl
 from serving.settings import GatewaySettings
 from serving.storing import ROUNDS, Storing
 from serving.tiers.base import Entry, EntryMeta, Form
 from serving.turns import Overloaded
-from serving.upstream import JSON, MOST_TOKENS, Interrupted, Upstream, UpstreamAnswer, overloaded
+from serving.upstream import MOST_TOKENS, Interrupted, Upstream, UpstreamAnswer, overloaded
 
 _log = logging.getLogger(__name__)
 

@@ -37,11 +37,12 @@ from serving.answering import Answering
 from serving.inbound import PATHS, Disconnected, Receive, Refused, Scope, Send, identify, read_body, unless_gone
 from serving.keys import parse_body
 from serving.metrics import PrometheusSink, Sink
+from serving.openai_error import openai_error
 from serving.replies import JSON_TYPE, Headers, respond
 from serving.runtime import Runtime
 from serving.settings import GatewaySettings
 from serving.turns import Overloaded
-from serving.upstream import Interrupted, openai_error, overloaded
+from serving.upstream import Interrupted, overloaded
 
 _PROBES = ("/healthz", "/readyz")
 """Paths that load balancers also ask with HEAD."""

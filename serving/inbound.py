@@ -15,11 +15,11 @@ import orjson
 from serving import validators
 from serving.directives import NO_DIRECTIVES, DirectiveError, parse_directives
 from serving.keys import Endpoint, Fingerprint, fingerprint, parse_body
+from serving.openai_error import JSON, openai_error
 from serving.policy import Asked
 from serving.settings import GatewaySettings
 from serving.tenants import Tenants, Unauthorised
 from serving.tiers.base import EntryMeta
-from serving.upstream import JSON, openai_error
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+from serving.openai_error import JSON, openai_error
 
 
 class BadRequest(ValueError):
@@ -26,14 +27,13 @@ class BadRequest(ValueError):
 
     def response(self) -> Response:
         """Return the answer that says so."""
-        error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}
-        return Response(orjson.dumps({"error": error}), self.status, media_type="application/json")
+        body = openai_error(str(self), "invalid_request_error", param=self.param, code=self.code)
+        return Response(body, self.status, media_type=JSON)
 
 
 def failure(status: int) -> Response:
     """Return a failure that the settings ask for."""
-    error = {"message": "a failure that the settings ask for (failure_rate)", "type": "server_error", "param": None, "code": None}
-    return Response(orjson.dumps({"error": error}), status, media_type="application/json")
+    return Response(openai_error("a failure that the settings ask for (failure_rate)", "server_error"), status, media_type=JSON)
 
 
 def unknown(request: Request, error: HTTPException, routes: Sequence[Route]) -> Response:

@@ -17,8 +17,8 @@ import orjson
 
 from serving import recording, sse, validators
 from serving.inbound import Inbound, Send
+from serving.openai_error import JSON
 from serving.tiers.base import Entry
-from serving.upstream import JSON
 
 Headers = list[tuple[bytes, bytes]]
 

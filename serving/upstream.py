@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 import orjson
 
+from serving.openai_error import JSON, openai_error
 from serving.retries import RETRIED, RetryRules, retry_after
 from serving.settings import UpstreamSettings
 from serving.turns import Overloaded, Turns
 
-JSON = "application/json"
 IDLE_SECONDS = 4.0
 """How long an idle connection is kept: shorter than the servers of models keep it (uvicorn, and so vLLM: 5 s), since a call that
 is sent as the server closes the connection is lost, and its second try may meet another such connection."""
@@ -31,11 +31,6 @@ MOST_TOKENS = 2**32 - 1
 
 PASSED_BACK = ("retry-after", "x-request-id", "openai-processing-ms")
 """Response headers that a client can act on; rate-limit headers (``x-ratelimit-...``) are passed back as well."""
-
-
-def openai_error(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """Return an error body in OpenAI's shape."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 @dataclass(frozen=True, slots=True)
