@@ -26,7 +26,7 @@ from agents.card import readme
 from agents.familiarity import STATISTICS, ObservationStatistics
 from agents.network import Floats32, Network, PolicyNetwork, RecurrentNetwork, from_tensors
 from envs.action import ActionMap
-from envs.observation import DIM, mask_of, schema, schema_hash
+from envs.observation_vector import DIM, mask_of, schema, schema_hash
 
 __all__ = [
     "ACTIONS", "CARD", "FORMAT", "README", "TOLERANCE", "WEIGHTS", "Artifact", "ArtifactError", "Network", "RecurrentNetwork",
@@ -59,7 +59,7 @@ class Artifact:
         name: Its name.
         network: Observation, shape (DIM,), to action, shape (3,), not clipped.
         actions: What an action means.
-        hidden: Components, or groups of them, that the network does not see; see :func:`envs.observation.mask_of`.
+        hidden: Components, or groups of them, that the network does not see; see :func:`envs.observation_vector.mask_of`.
         statistics: What training saw of each component.
         card: The whole card; empty for a policy that was not loaded.
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agents.network import Floats32
-from envs.observation import COMPONENTS, DIM, HIGH, LOW, VALIDITY
+from envs.observation_vector import COMPONENTS, DIM, HIGH, LOW, VALIDITY
 
 TOLERANCE = 0.05
 """How far outside of the values seen a component still counts as familiar; components range over 1 or 2."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from agents.artifact import ACTIONS, Artifact, action_schema, replace_file
 from agents.network import Floats32, Network, RecurrentNetwork
-from envs.observation import DIM, schema, schema_hash
+from envs.observation_vector import DIM, schema, schema_hash
 
 if TYPE_CHECKING:
     import onnx

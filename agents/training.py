@@ -33,7 +33,7 @@ from agents.familiarity import ObservationStatistics, RunningStatistics
 from agents.imitation import Demonstrations, Imitator, actor_parameters, pretrain
 from agents.network import Network, PolicyNetwork
 from agents.settings import PPOSettings
-from envs.observation import schema_hash
+from envs.observation_vector import schema_hash
 
 Progress = Callable[[int, float], None]
 """Called with the steps made so far and the mean reward of the last rollout."""

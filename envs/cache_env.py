@@ -20,7 +20,8 @@ from envs.action import MAX_STEPS, RESIDUAL, ActionMap
 from envs.knob_batch import to_array
 from envs.lanes import REWARD_LIMIT, Lanes, Windows
 from envs.objective import Prices
-from envs.observation import DIM, HIGH, LOW, Observation
+from envs.observation import Observation
+from envs.observation_vector import DIM, HIGH, LOW
 from envs.simulator import SimConfig
 from envs.task import DOMAIN, FIXED, Randomisation, Reference, Reward, Scenario, Task, check
 from envs.workloads import Trace, sessions
@@ -89,8 +90,9 @@ def make_task(
 class CacheTuningEnv(gym.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
     """Tune the three knobs of a simulated cache; see the module.
 
-    Observation: ``Box(float32, (DIM,))``, see :data:`envs.observation.COMPONENTS`. Action: ``Box(-1, 1, (3,), float32)``: size,
-    TTL, warm-up ratio around the anchor; without a curve the knobs are held. Equal seeds give equal episodes, to the last bit.
+    Observation: ``Box(float32, (DIM,))``, see :data:`envs.observation_vector.COMPONENTS`. Action: ``Box(-1, 1, (3,), float32)``:
+    size, TTL, warm-up ratio around the anchor; without a curve the knobs are held. Equal seeds give equal episodes, to the last
+    bit.
 
     An episode is truncated after ``episode_length`` steps or at the trace's end, never terminated: a cache has no final state.
     Serving goes on beyond the last interval that is simulated, and a learner has to bootstrap its value there.

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from envs.action import next_knobs_batch
 from envs.knob_batch import Floats, SpaceBatch, put_lanes, to_array, to_knobs
 from envs.objective import CostBatch, PriceBatch
-from envs.observation import Observation, ObservationBatch, Observations, mask_of
+from envs.observation import Observation, ObservationBatch, Observations
+from envs.observation_vector import mask_of
 from envs.signal_batch import SIGNALS, SignalBatch
 from envs.simulator import CacheSimulator, SimConfig
 from envs.simulator.batch import BatchWindow, SimulatorBatch

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from envs.action import MAX_STEPS, RESIDUAL, ActionMap, limit_step
 from envs.live_signals import read_signals
 from envs.objective import Cost, Prices, price
-from envs.observation import DIM, HIGH, LOW, Observation, ObservationBuilder
+from envs.observation import Observation, ObservationBuilder
+from envs.observation_vector import DIM, HIGH, LOW
 from envs.signals import ArmSignals
 from envs.smoothing import CurveSmoother, cost_at
 from envs.sources import SignalSource, SourceUnavailable

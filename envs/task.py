@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from envs.action import MAX_STEPS, RESIDUAL, ActionMap
 from envs.objective import Prices
-from envs.observation import Observation, mask_of
+from envs.observation import Observation
+from envs.observation_vector import mask_of
 from envs.simulator import SimConfig
 from envs.workloads import Trace
 from serving.knobs import Knobs, KnobSpace
@@ -142,7 +143,7 @@ class Task:
         taped: Whether an episode finds a ghost that has run since the trace's start, as beside a cache that was just emptied,
             instead of one that starts with it; its windows are kept with the trace, which makes training several times faster.
             Episodes then start at multiples of the interval, and all ghosts of a trace have one sample.
-        hidden: Components of the observation that are taken away, for ablation (:func:`envs.observation.mask_of`).
+        hidden: Components of the observation that are taken away, for ablation (:func:`envs.observation_vector.mask_of`).
         max_steps: Most that one interval may move each knob, grid steps.
         reward: ``dollars``: the reference's cost less ours, US dollars per 1,000 requests. ``relative``: dollars of the window
             in units of the reference's mean cost of an interval, clipped; for training.

@@ -19,7 +19,8 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from envs.knob_batch import to_array
 from envs.lanes import INFO_KEYS, Lanes, Windows
-from envs.observation import DIM, HIGH, LOW, Observation
+from envs.observation import Observation
+from envs.observation_vector import DIM, HIGH, LOW
 from envs.task import Reference, Task
 from serving.knobs import Knobs, KnobSpace
 

@@ -26,7 +26,7 @@ from agents.hindsight import grid_settings, static_dollars
 from agents.imitation import Demonstrations
 from envs.action import ActionMap
 from envs.knob_batch import Floats, SpaceBatch
-from envs.observation import mask_of
+from envs.observation_vector import mask_of
 from envs.simulator.batch import use_threads
 from envs.task import Scenario, Task
 from experiments import suites

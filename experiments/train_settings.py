@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agents.settings import PPOSettings
 from envs.action import RADIUS, ActionMap
-from envs.observation import mask_of
+from envs.observation_vector import mask_of
 from envs.task import Randomisation
 from experiments.units import InputError
 

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from envs.action import next_knobs_batch
 from envs.knob_batch import Floats, SpaceBatch, distance, put_lanes, to_array, to_knobs
 from envs.objective import PriceBatch, price_batch
-from envs.observation import DIM, ObservationBatch, mask_of
+from envs.observation import ObservationBatch
+from envs.observation_vector import DIM, mask_of
 from envs.signal_batch import SIGNALS, SignalBatch
 from envs.simulator import CacheSimulator
 from envs.simulator.batch import SimulatorBatch

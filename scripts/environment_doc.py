@@ -10,7 +10,7 @@ from dataclasses import fields
 from envs.action import MAX_STEPS, RADIUS, RESOLUTION
 from envs.lanes import INFO_KEYS, REWARD_LIMIT
 from envs.objective import COST_TERMS
-from envs.observation import COMPONENTS, DIM, VALIDITY
+from envs.observation_vector import COMPONENTS, DIM, VALIDITY
 from envs.task import DOMAIN, FIXED, LOADS, Randomisation
 
 TERMS = {

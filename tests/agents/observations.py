@@ -16,7 +16,7 @@ from agents.familiarity import ObservationStatistics
 from agents.network import Network, RecurrentNetwork
 from envs.action import ActionMap
 from envs.objective import Prices
-from envs.observation import DIM, HIGH, LOW
+from envs.observation_vector import DIM, HIGH, LOW
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve
 from serving.knobs import Knobs, KnobSpace

@@ -23,7 +23,7 @@ from agents.artifact import Artifact, ArtifactError, load, save, with_evaluation
 from agents.familiarity import ObservationStatistics
 from agents.network import PolicyNetwork, RecurrentNetwork
 from envs.action import ActionMap
-from envs.observation import COMPONENTS, DIM, schema_hash
+from envs.observation_vector import COMPONENTS, DIM, schema_hash
 from tests.agents.observations import network, perceptron, recurrent, store, vectors
 from tests.requirements import ROOT
 

@@ -10,7 +10,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from agents.extraction import ParityError, check_parity, extract
 from agents.network import Network
-from envs.observation import DIM, HIGH, LOW
+from envs.observation_vector import DIM, HIGH, LOW
 
 
 class Still(gym.Env[object, object]):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.familiarity import NAMES, STATISTICS, TOLERANCE, ObservationStatistics, RunningStatistics
-from envs.observation import DIM, HIGH, LOW
+from envs.observation_vector import DIM, HIGH, LOW
 from tests.agents.observations import vectors
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.network import Floats32, Network, PolicyNetwork, RecurrentNetwork, from_tensors
-from envs.observation import DIM
+from envs.observation_vector import DIM
 from tests.agents.observations import network, perceptron, recurrent, vectors
 
 

@@ -16,7 +16,7 @@ from agents.artifact import Artifact, load
 from agents.network import PolicyNetwork
 from agents.onnx_export import TOLERANCE, ExportError, export, to_onnx
 from envs.action import ActionMap
-from envs.observation import DIM, mask_of, schema_hash
+from envs.observation_vector import DIM, mask_of, schema_hash
 from tests.agents.observations import network, perceptron, recurrent, store, vectors
 from tests.requirements import module
 

@@ -19,7 +19,8 @@ from agents.schedules import interval_count
 from envs.action import MAX_STEPS, ActionMap
 from envs.knob_batch import to_array, to_knobs
 from envs.lanes import Lanes
-from envs.observation import DIM, ObservationBuilder
+from envs.observation import ObservationBuilder
+from envs.observation_vector import DIM
 from envs.task import FIXED, Scenario, Task
 from envs.workloads import Trace
 from tests.agents.observations import KNOBS, PRICES, nothing

@@ -17,7 +17,8 @@ from agents.network import Floats32, RecurrentNetwork
 from agents.ppo import PPOPolicy, artifact_directory
 from agents.registry import load_policy
 from envs.action import ActionMap
-from envs.observation import COMPONENTS, DIM, Observation, ObservationBuilder, mask_of
+from envs.observation import Observation, ObservationBuilder
+from envs.observation_vector import COMPONENTS, DIM, mask_of
 from tests.agents.observations import KNOBS, PRICES, SPACE, network, nothing, recurrent, signals, store
 
 

@@ -19,7 +19,8 @@ from agents.registry import load_policy, policies
 from agents.supervised import Evidence, SupervisedPolicy, Supervision, weigh
 from envs.action import limit_step
 from envs.cache_env import FIXED, CacheTuningEnv
-from envs.observation import HIGH, LOW, Observation, ObservationBuilder
+from envs.observation import Observation, ObservationBuilder
+from envs.observation_vector import HIGH, LOW
 from envs.signals import ArmSignals
 from envs.simulator import SimConfig
 from envs.task import Scenario

@@ -19,7 +19,7 @@ from agents.imitation import Demonstrations, Imitator
 from agents.network import Network, RecurrentNetwork
 from agents.settings import PPOSettings
 from agents.training import Trained, train_ppo
-from envs.observation import DIM, HIGH, LOW
+from envs.observation_vector import DIM, HIGH, LOW
 
 SMALL = PPOSettings(total_steps=256, n_envs=2, n_steps=64, batch_size=64, n_epochs=4, hidden=(16, 16))
 SHORT = PPOSettings(total_steps=192, n_envs=2, n_steps=16, batch_size=16, n_epochs=2, hidden=(8,), segment=2, lstm_size=4)

@@ -15,7 +15,7 @@ from gymnasium.utils.env_checker import check_env
 from envs.action import MAX_STEPS
 from envs.cache_env import DOMAIN, FIXED, CacheTuningEnv, Randomisation, Scenario, make_task
 from envs.objective import Prices
-from envs.observation import DIM
+from envs.observation_vector import DIM
 from envs.simulator import SimConfig
 from envs.task import LOADS
 from envs.workloads.trace import Trace

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 
 from envs.knob_batch import Grid, SpaceBatch, to_array
 from envs.objective import PriceBatch, Prices, grid_cost
-from envs.observation import (
-    COMPONENTS,
-    DIM,
-    HIGH,
-    LOW,
-    VALIDITY,
-    ObservationBatch,
-    ObservationBuilder,
-    schema,
-    schema_hash,
-)  # fmt: skip
+from envs.observation import ObservationBatch, ObservationBuilder
+from envs.observation_vector import COMPONENTS, DIM, HIGH, LOW, VALIDITY, schema, schema_hash
 from envs.signal_batch import SignalBatch
 from envs.signals import ArmSignals
 from serving.ghost import GhostCurve

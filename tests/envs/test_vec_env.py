@@ -13,7 +13,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormali
 
 from envs.cache_env import DOMAIN, FIXED, CacheTuningEnv, Scenario, make_task
 from envs.lanes import INFO_KEYS
-from envs.observation import DIM, Observation
+from envs.observation import Observation
+from envs.observation_vector import DIM
 from envs.task import Task
 from envs.vec_env import CacheTuningVecEnv, LaneInfo
 from serving.knobs import Knobs, KnobSpace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agents.hindsight import grid_settings, static_dollars
 from envs.action import ActionMap
 from envs.knob_batch import SpaceBatch
-from envs.observation import COMPONENTS, DIM, mask_of
+from envs.observation_vector import COMPONENTS, DIM, mask_of
 from envs.simulator import SimConfig
 from envs.task import Scenario, Task
 from envs.workloads import sessions

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from agents.settings import PPOSettings
 from agents.training import train_ppo
-from envs.observation import DIM, HIGH, LOW
+from envs.observation_vector import DIM, HIGH, LOW
 from experiments.ray_rollouts import RayVecEnv
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")]
