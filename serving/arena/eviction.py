@@ -53,7 +53,7 @@ def arm_word(arm: int) -> int:
 @compiled("int64(int64[::1], int64[::1], int64)", allocates=False)
 def slot_of(words: Words, private: Words, at: int) -> int:
     """Return the word of the slot that points to the record at that unit; CORRUPT if none does."""
-    if at <= private[P_INDEX] or not has_memory(words, private, at + 2):
+    if at <= private[P_INDEX] or not has_memory(words, private, at, 2):
         return CORRUPT
     position = words[at * UNIT_WORDS + R_SLOT]
     bucket, number = position >> 3, position & 7
@@ -69,7 +69,7 @@ def slot_of(words: Words, private: Words, at: int) -> int:
 @compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
 def is_record(words: Words, private: Words, at: int) -> bool:
     """Whether a record that is in the index begins at that unit."""
-    return bool(private[P_INDEX] < at and has_memory(words, private, at + 2) and slot_of(words, private, at) > 0)
+    return bool(private[P_INDEX] < at and has_memory(words, private, at, 2) and slot_of(words, private, at) > 0)
 
 
 @compiled("boolean(int64[::1], int64[::1], int64, int64)", allocates=False)

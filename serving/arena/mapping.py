@@ -73,7 +73,7 @@ class Mapping:
 
     def reserve(self) -> bool:
         """Reserve memory for the next part of the file; whether there was some. Under the lease."""
-        begin = int(self.words[H_RESERVED]) * UNIT
+        begin = self._reserved() * UNIT
         count = min(STEP, self.geometry.bytes - begin)
         if count <= 0:
             return False
@@ -94,7 +94,11 @@ class Mapping:
     def bring_in(self) -> None:
         """Map all that has memory at once, which is many times faster than page by page."""
         with suppress(OSError):  # kernels before 5.14 do not have it
-            self._map.madvise(_POPULATE_READ, 0, int(self.words[H_RESERVED]) * UNIT // mmap.PAGESIZE * mmap.PAGESIZE)
+            self._map.madvise(_POPULATE_READ, 0, self._reserved() * UNIT // mmap.PAGESIZE * mmap.PAGESIZE)
+
+    def _reserved(self) -> int:
+        """Return how many units have memory, as far as what the file says can be."""
+        return min(max(int(self.words[H_RESERVED]), self.geometry.values), self.geometry.units)
 
     def close(self) -> None:
         """Unmap it; the file stays, with all that is in it."""

@@ -80,21 +80,24 @@ def inside_file(private: Words, slot: int) -> bool:
     return bool(units >= 2 and at > private[P_INDEX] and at + units <= private[P_UNITS])
 
 
-@compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
-def has_memory(words: Words, private: Words, end: int) -> bool:
-    """Whether the file has memory up to that unit: to touch what has none ends the process where there is none left.
+@compiled("boolean(int64[::1], int64[::1], int64, int64)", allocates=False)
+def has_memory(words: Words, private: Words, unit: int, count: int) -> bool:
+    """Whether the file has memory for so many units from that one on: to touch what has none ends the process where none is left.
 
-    It never has less than it had, so that the header, where others write, is looked into for news alone.
+    It never has less than it had, so that the header, where others write, is looked into for news alone. Nothing is added up:
+    what is damaged may be so great that there is no word for the sum, and the compiler takes it that there is.
     """
-    if end > private[P_RESERVED]:
+    if unit < 0 or count < 0:
+        return False
+    if unit > private[P_RESERVED] - count:
         private[P_RESERVED] = min(load(words, H_RESERVED), private[P_UNITS])
-    return bool(end <= private[P_RESERVED])
+    return bool(unit <= private[P_RESERVED] - count)
 
 
 @compiled("boolean(int64[::1], int64[::1], int64)", allocates=False)
 def points_inside(words: Words, private: Words, slot: int) -> bool:
     """Whether the slot points to where a record can be."""
-    return bool(inside_file(private, slot) and has_memory(words, private, slot_at(slot) + slot_units(slot)))
+    return bool(inside_file(private, slot) and has_memory(words, private, slot_at(slot), slot_units(slot)))
 
 
 @compiled("int64(int64[::1], int64[::1], int64, int64)", allocates=False)

@@ -219,7 +219,7 @@ def _relink(words: Words, private: Words, starts: Words, lengths: Words, order: 
         place = arm_word((length >> 32) & 0xFF)
         newest = words[place + A_NEWEST]
         words[at * UNIT_WORDS + R_LINKS] = newest
-        if newest < 1 or not has_memory(words, private, newest + 2):
+        if newest < 1 or not has_memory(words, private, newest, 2):
             words[place + A_OLDEST] = at
         else:
             words[newest * UNIT_WORDS + R_LINKS] |= at << 32

@@ -66,10 +66,10 @@ def set_edge(words: Words, private: Words, unit: int, edge: bool) -> None:
 def is_block(words: Words, private: Words, unit: int) -> bool:
     """Whether there is a free block at that unit that is what it says."""
     top = words[H_TOP]
-    if unit < private[P_VALUES] or unit >= top or not has_memory(words, private, top) or not is_edge(words, private, unit):
+    if unit < private[P_VALUES] or unit >= top or not has_memory(words, private, top, 0) or not is_edge(words, private, unit):
         return False
     size = words[unit * UNIT_WORDS]
-    if size < 1 or unit + size > top:
+    if size < 1 or size > top - unit:  # their sum may be too great for a word
         return False
     return bool(words[(unit + size) * UNIT_WORDS - 1] == size and is_edge(words, private, unit + size - 1))
 
@@ -77,7 +77,7 @@ def is_block(words: Words, private: Words, unit: int) -> bool:
 @compiled("void(int64[::1], int64[::1], int64, int64)", allocates=False)
 def put_block(words: Words, private: Words, unit: int, size: int) -> None:
     """Make a free block; nothing if it cannot be one."""
-    if size < 1 or unit < private[P_VALUES] or not has_memory(words, private, unit + size):
+    if size < 1 or unit < private[P_VALUES] or not has_memory(words, private, unit, size):
         return
     head = H_FREE + size_class(size)
     following = words[head]
@@ -96,7 +96,7 @@ def take_block(words: Words, private: Words, unit: int) -> bool:
     """Take a free block out of its list; False if its neighbours there are not what they should be."""
     at = unit * UNIT_WORDS
     size, following, before = words[at], words[at + 1], words[at + 2]
-    if size < 1 or not has_memory(words, private, unit + size):
+    if size < 1 or not has_memory(words, private, unit, size):
         return False
     if following != 0:
         if not is_block(words, private, following):

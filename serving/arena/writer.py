@@ -250,7 +250,7 @@ def flush(words: Words, private: Words, arm: int) -> int:
     count = words[place + A_ENTRIES]
     for _ in range(count):
         at = words[place + A_OLDEST]
-        if at <= private[P_INDEX] or not has_memory(words, private, at + 2):
+        if at <= private[P_INDEX] or not has_memory(words, private, at, 2):
             return CORRUPT
         word = slot_of(words, private, at)
         if word < 0 or record_arm(words, at * UNIT_WORDS) != arm or remove(words, private, word) != 0:

@@ -64,6 +64,9 @@ FIRM = 1.0
 STUCK_AGAIN = 0.002
 """Seconds that such a write waits for a writer who was waited for in vain before."""
 
+LARGEST_MARK = 2**62
+"""Of either sign; no store numbers that many removals."""
+
 MOST_REVOKED = 1 << 14
 """Keys that are remembered until they can be removed under the lease; of more the whole arm goes."""
 
@@ -301,7 +304,8 @@ class ArenaTier(LocalTier):
         self._lease_firmly()
         try:
             place = arm_word(self._arm(arm)) + A_REMOVALS
-            self._words[place] = change(int(self._words[place]))
+            mark = change(int(self._words[place]))
+            self._words[place] = min(max(mark, -LARGEST_MARK), LARGEST_MARK)  # one that was damaged may have no opposite
         finally:
             self.lease.release()
 
@@ -489,7 +493,12 @@ class ArenaTier(LocalTier):
         got = self.lease.acquire(patience)
         self._stuck = got is False
         if got is None:
-            self._repair()
+            try:
+                self._repair()
+            except BaseException:
+                self._words[H_DIRTY] = 1
+                self.lease.release()
+                raise
         elif not got and count:
             self.dropped += 1
         return got is not False
