@@ -7,6 +7,7 @@ if it answers. When they are heard again, every arm begins anew (:mod:`serving.c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -152,19 +153,32 @@ class Upkeep:
                 vectors.flush(change.arm)
 
     async def _follow(self, store: Store) -> None:
-        async for change in store.changes():
-            self.heard(change)
+        """Hear of every change; what cannot be put into effect, whatever the reason, is as if nothing had been heard of it."""
+        while True:
+            try:
+                async with contextlib.aclosing(store.changes()) as changes:
+                    async for change in changes:
+                        self.heard(change)
+            except Exception:  # noqa: BLE001 - who stopped to listen would go on to give what is removed from now on
+                _log.exception("a change of the store had no effect here: until memory is compared with the store, that is asked")
+            self.heard(Change("lost"))
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _maintain(self) -> None:
         """Catch up with what was missed: budgets, what left the store, and the vectors that other replicas wrote."""
         while True:
             await self._work.wait()
             self._work.clear()
-            self._budgets.settle_memory()
-            await self._budgets.settle_store()
-            await self._settle_memory()
-            await self._rebuild()
-            if self._budgets.owes or self._unindexed or (self._coherence is not None and self._coherence.owes):
+            failed = False
+            try:
+                self._budgets.settle_memory()
+                await self._budgets.settle_store()
+                await self._settle_memory()
+                await self._rebuild()
+            except Exception:  # noqa: BLE001 - it is owed still, and what is not settled does not answer
+                _log.exception("upkeep failed, and is tried again")
+                failed = True
+            if failed or self._budgets.owes or self._unindexed or (self._coherence is not None and self._coherence.owes):
                 self._work.set()
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -189,6 +203,8 @@ class Upkeep:
                     await index_from_store(self._shared, arm, vectors, self._rebuild_limit)
                 elif self._store is None:
                     await index_from_memory(self.memory, arm, vectors)
-            except TierUnavailable:
+            except Exception as error:
                 self._unindexed.update(pending[done:])
-                return
+                if isinstance(error, TierUnavailable):
+                    return
+                raise

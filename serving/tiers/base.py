@@ -7,7 +7,7 @@ says what it dropped. Expiry is a rule of :mod:`serving.policy`, made from the e
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -260,7 +260,7 @@ class SharedTier(Protocol):
     its entries can tell by one number whether they are still right.
     """
 
-    def changes(self) -> AsyncIterator[Change]:
+    def changes(self) -> AsyncGenerator[Change, None]:
         """Yield what clients did, this one included, as it happens. Never ends: cut off, it yields ``lost``, reconnects, and
         then yields a gap.
         """

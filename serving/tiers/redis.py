@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -379,7 +379,7 @@ class RedisTier:
             raise Outdated(f"arm {arm!r}: an answer was asked for before a flush that covers it, and is not stored")
         return self._dropped(arm, gone), int(removals)
 
-    async def changes(self) -> AsyncIterator[Change]:
+    async def changes(self) -> AsyncGenerator[Change, None]:
         """Yield what clients did, this one included.
 
         Reconnects with a backoff of 0.05 to 0.5 s; each (re)connection first yields a gap.

@@ -334,6 +334,43 @@ async def test_what_is_removed_while_a_replica_cannot_listen_is_not_given_by_it(
     assert (await one.cache.lookup(ARM, request(2), now=1.0)).outcome == ("miss" if how == "flush" else "hit")
 
 
+async def test_a_removal_that_cannot_be_put_into_effect_is_as_one_that_was_missed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OverflowError("as memory that is damaged may")
+
+    one, other = await start("one"), await start("other")
+    await one.put(1, 2)
+    assert one.held(1, 2) == [1, 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(one.memory, "remove_now", fails)
+        await other.cache.flush(ARM)
+        await until(lambda: one.cache.upkeep.deaf, "the fault to be met")
+        assert (await one.cache.lookup(ARM, request(1), now=1.0)).outcome == "miss"
+    await until(lambda: not one.cache.upkeep.deaf, "it to listen again")
+    await one.put(3)
+    await until(lambda: one.held(1, 2, 3) == [3], "memory to be compared with the store")
+    await other.cache.delete_many(ARM, [key(3)])
+    await until(lambda: one.held(3) == [], "the next removal to be heard")
+
+
+async def test_upkeep_that_failed_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = await start("one")
+    budgets, tries = one.cache._budgets, []
+    settle = budgets.settle_memory
+
+    def fails_once() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OverflowError("as memory that is damaged may")
+        settle()
+
+    monkeypatch.setattr(budgets, "settle_memory", fails_once)
+    one.cache._work.set()
+    await until(lambda: len(tries) == 2, "another try")
+
+
 async def test_memory_answers_where_nothing_is_heard_and_redis_does_not_answer(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
