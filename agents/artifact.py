@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +24,13 @@ from safetensors.numpy import save as save_tensors
 from agents.card import readme
 from agents.familiarity import STATISTICS, ObservationStatistics
 from agents.network import Floats32, Network, PolicyNetwork, RecurrentNetwork, from_tensors
+from agents.output_file import write_output
 from envs.action import ActionMap
 from envs.observation_vector import DIM, mask_of, schema, schema_hash
 
 __all__ = [
     "ACTIONS", "CARD", "FORMAT", "README", "TOLERANCE", "WEIGHTS", "Artifact", "ArtifactError", "Network", "RecurrentNetwork",
-    "action_schema", "load", "replace_file", "save", "schema_difference", "with_evaluation",
+    "action_schema", "load", "save", "schema_difference", "with_evaluation",
 ]  # fmt: skip
 
 FORMAT = 2
@@ -185,7 +185,7 @@ def save(
     text = _written(card)
     _artifact(json.loads(text), weights, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    replace_file(directory / WEIGHTS, weights)
+    write_output(directory / WEIGHTS, weights)
     _write_card(directory, text)
     return directory
 
@@ -426,24 +426,5 @@ def _written(card: Mapping[str, Any]) -> str:
 
 def _write_card(directory: Path, text: str) -> None:
     page = readme(json.loads(text))
-    replace_file(directory / CARD, text.encode())
-    replace_file(directory / README, page.encode())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in one step: whoever reads sees the old one or the new one, after a power cut too.
-
-    Raises:
-        OSError: If it cannot be written, or something that is no file, such as a device, is there and would be replaced.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: expected a file that can be replaced, but it is a directory or a device: name another")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_output(directory / CARD, text.encode())
+    write_output(directory / README, page.encode())

@@ -23,6 +23,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from agents.output_file import failed
+
 FORMAT = 1
 TENSORS = "state.safetensors"
 PROGRESS = "progress.json"
@@ -61,6 +63,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Mapping[str,
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        agents.output_file.OutputError: If it cannot be written; those before it are left as they were.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = save_tensors({name: np.ascontiguousarray(value) for name, value in checkpoint.tensors.items()})
@@ -80,6 +85,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Mapping[str,
             # A damaged one of an earlier attempt, or the whole one of a twin that was thought dead: the content is the same.
             shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
+    except OSError as error:
+        raise failed(target, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for path in _directories(folder)[KEPT:]:

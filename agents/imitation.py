@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import PPO
 
 from agents.network import Network
+from agents.output_file import write_output
 
 BATCH = 1024
 WEIGHT_DECAY = 1e-3
@@ -63,8 +64,8 @@ class Demonstrations:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file."""
-        save_file({"observations": self.observations, "actions": self.actions, "weights": self.weights}, path)
+        """Write a safetensors file; the file is there as a whole or not at all."""
+        write_output(path, save({"observations": self.observations, "actions": self.actions, "weights": self.weights}))
 
     @classmethod
     def load(cls, path: Path) -> Demonstrations:

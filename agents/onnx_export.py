@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agents.artifact import ACTIONS, Artifact, action_schema, replace_file
+from agents.artifact import ACTIONS, Artifact, action_schema
 from agents.network import Floats32, Network, RecurrentNetwork
+from agents.output_file import write_output
 from envs.observation_vector import DIM, schema, schema_hash
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ def export(artifact: Artifact, path: Path) -> Path:
 
     Raises:
         ExportError: If ``onnx`` is not installed.
+        agents.output_file.OutputError: If the file cannot be written.
     """
     model = to_onnx(artifact)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, model.SerializeToString(deterministic=True))
+    write_output(path, model.SerializeToString(deterministic=True))
     return path
 
 

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from agents.hindsight import grid_settings, static_dollars
 from agents.imitation import Demonstrations
+from agents.output_file import write_output
 from envs.action import ActionMap
 from envs.knob_batch import Floats, SpaceBatch
 from envs.observation_vector import mask_of
@@ -84,9 +85,7 @@ class Hindsight:
 
     def save(self, path: Path) -> None:
         """Write a safetensors file; the file is there as a whole or not at all."""
-        partial_path = path.with_name(f".{path.name}.partial")
-        save_file({item.name: np.ascontiguousarray(getattr(self, item.name)) for item in fields(self)}, partial_path)
-        partial_path.replace(path)
+        write_output(path, save({item.name: np.ascontiguousarray(getattr(self, item.name)) for item in fields(self)}))
 
     @classmethod
     def load(cls, path: Path) -> Hindsight:
@@ -110,9 +109,7 @@ def file_of(settings: TrainSettings, *, jobs: int | None = None, progress: Progr
     variant = _digest({"of": whole.name, "hidden": settings.hidden, "actions": settings.actions.to_dict()})
     path = folder / f"demonstrations-{variant}.safetensors"
     if not path.is_file():
-        partial_path = path.with_name(f".{path.name}.partial")
-        Hindsight.load(whole).demonstrations(settings.actions, settings.hidden).save(partial_path)
-        partial_path.replace(path)
+        Hindsight.load(whole).demonstrations(settings.actions, settings.hidden).save(path)
     return path
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from agents.output_file import write_output
 from envs.objective import COST_TERMS
 from experiments.evaluation_rows import EvaluationSettings
 from experiments.play import Run
@@ -182,9 +183,13 @@ class Results(_Record):
         return None
 
     def save(self, path: Path) -> None:
-        """Write the results as JSON, gzipped if the name ends in ``.gz``."""
+        """Write the results as JSON, gzipped if the name ends in ``.gz``.
+
+        Raises:
+            agents.output_file.OutputError: If the file cannot be written; one that was there is left as it was.
+        """
         text = orjson.dumps(self.model_dump(mode="python"), option=orjson.OPT_SERIALIZE_NUMPY)
-        path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
+        write_output(path, gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
 
 
 def load_results(path: Path) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agents.output_file import write_output
 from envs.objective import Prices
 from experiments.access import read_access_log
 from experiments.design import DesignError, Experiment
@@ -180,7 +180,7 @@ def report_experiment(
     Raises:
         LedgerError: If there is no such experiment.
         AccessLogError: If the log is missing or broken.
-        OSError: If the page cannot be written.
+        OSError: If the page cannot be written; one that was there is left as it was.
     """
     settings = settings or ReportSettings()
     tell = progress or (lambda text: None)
@@ -201,9 +201,7 @@ def report_experiment(
     )
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(report.html, "utf-8")
-    draft.replace(path)
+    write_output(path, report.html)
     return WrittenReport(path, report)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agents.curve import CurvePolicy, OffsetPolicy
+from agents.output_file import OutputError, write_output
 from agents.policy import Policy, Proposal
 from agents.registry import load_policy
 from agents.supervised import SupervisedPolicy, Supervision, weigh
@@ -283,7 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = summary(good, bad, Supervision())
     sys.stdout.write(text(found) + "\n")
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        try:
+            write_output(options.json, json.dumps(found, indent=2) + "\n")
+        except OutputError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
     return 0
 
 

@@ -87,9 +87,13 @@ def demo(
     config: ConfigOption = None,
 ) -> None:
     """Run the whole line on this machine: traffic, gateway, tiers, signals, PPO, knobs, A/B report."""
+    from agents.output_file import write_output
     from tuner.demo import DemoOptions, run_demo
     from tuner.demo_view import LiveView, PlainView, summary_panel
+    from tuner.outputs import refuse_unwritable
 
+    if json_file != Path("-"):
+        refuse_unwritable("--json", json_file)
     settings = _settings(config)
     directory = output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     options = DemoOptions(trace, minutes, directory, policy, seed, _command())
@@ -104,10 +108,11 @@ def demo(
     text = json.dumps(result.summary, indent=2, allow_nan=False)
     if json_file == Path("-"):
         sys.stdout.write(text + "\n")
-    elif json_file is not None:
-        json_file.write_text(text + "\n", encoding="utf-8")
     console.print(summary_panel(result.summary))
     console.print(f"report: {result.summary['report']}", markup=False, highlight=False, soft_wrap=True)
+    if json_file is not None and json_file != Path("-"):
+        # Last: should it fail, the summary was shown.
+        write_output(json_file, text + "\n")
     if not result.complete:
         raise typer.Exit(130)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from agents.output_file import write_output
 from envs.scrape_source import ScrapeSource
 from envs.sources import window_for
 from envs.workloads.generators import sessions
@@ -227,7 +228,7 @@ def run_demo(options: DemoOptions, settings: Settings, view: DemoView) -> DemoRe
             caveats=[*warnings, *run.caveats],
         )
         path = options.directory / "report.html"
-        path.write_text(report.html, encoding="utf-8")
+        write_output(path, report.html)
         summary = {
             **report.summary,
             "complete": complete,

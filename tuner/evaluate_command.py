@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
@@ -21,8 +21,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from agents.output_file import OutputError, write_output
 from experiments.units import InputError
 from tuner.errors import CommandError
+from tuner.outputs import refuse_unwritable
 from tuner.pipes import WIDTH, widen
 
 TRACES = "CACHEPILOT_TRACES"
@@ -78,9 +80,7 @@ def evaluate(
 
     out, err = Console(), Console(stderr=True)
     for name, path in (("--output", output), ("--results", results)):
-        # Before the work, which may take long.
-        if path is not None and (what := _unwritable(path)):
-            raise InputError(f"{name} {str(path)!r}: expected a file that can be written, but {what}: name another")
+        refuse_unwritable(name, path)
     if output is not None and results is not None and output.resolve() == results.resolve():
         raise InputError(f"--output, --results: expected two files, got {str(output)!r} for both: one would overwrite the other")
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -88,18 +88,42 @@ def evaluate(
         if rows or traces or suite or config or seed is not None or length is not None:
             raise InputError("--from: expected no rows, --traces, --suite, --config, --seed or --length with it: nothing is run")
         found = load_results(source)
+        if case is not None and case not in (names := [item.name for item in found.cases]):
+            raise InputError(f"case {case!r}: expected one of {', '.join(names)}")
     else:
         try:
             found = _run(rows or [], traces, suite, config, jobs, seed, length, command, case, err)
         except EvaluationError as error:
             raise CommandError(f"evaluate: {error}") from error
+    # The results before the page: should that fail, what was measured is kept, and --from makes a page of it.
+    written: dict[str, Path | None] = {"page": None, "results": None}
+    faults: list[OutputError] = []
     if results is not None:
-        found.save(results)
+        with _noted(faults):
+            found.save(results)
+            written["results"] = results
     if output is not None:
-        output.write_text(build_page(found, case=case, command=command), encoding="utf-8")
-    pages = {"page": output, "results": results}
+        with _noted(faults):
+            write_output(output, build_page(found, case=case, command=command))
+            written["page"] = output
+    _tell(found, written, as_json, out)
+    if faults:
+        raise CommandError("; ".join(map(str, faults)))
+
+
+@contextmanager
+def _noted(faults: list[OutputError]) -> Iterator[None]:
+    """Note that a file cannot be written, and go on: what took long to measure is shown all the same."""
+    try:
+        yield
+    except OutputError as error:
+        faults.append(error)
+
+
+def _tell(found: Any, written: Mapping[str, Path | None], as_json: bool, out: Console) -> None:
+    """Show what results say, and where the files are that were written."""
     if as_json:
-        told = {name: None if path is None else str(path.resolve()) for name, path in pages.items()}
+        told = {name: None if path is None else str(path.resolve()) for name, path in written.items()}
         sys.stdout.write(json.dumps({**report(found), **told}, indent=2, allow_nan=False) + "\n")
         return
     widen(out)
@@ -107,20 +131,9 @@ def evaluate(
         out.print(table)
     for words in found.left_out:
         out.print(f"left out: {words}", markup=False, highlight=False, soft_wrap=True)
-    for name, path in pages.items():
+    for name, path in written.items():
         if path is not None:
             out.print(f"{name}: {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _unwritable(path: Path) -> str:
-    """Return in words why a file cannot be written; empty if it seems that it can."""
-    if path.is_dir():
-        return "it is a directory"
-    if not path.parent.is_dir():
-        return f"there is no directory {path.parent}"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return "writing there is not permitted"
-    return ""
 
 
 def report(found: Any) -> dict[str, Any]:

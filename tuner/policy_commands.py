@@ -74,15 +74,16 @@ def export(
         "policy": trained.name,
         "kind": trained.network.kind,
         "onnx": str(path),
-        "bytes": path.stat().st_size,
+        "bytes": path.stat().st_size if path.is_file() else None,
         "opset": OPSET,
         "tolerance": TOLERANCE,
     }
+    size = "" if result["bytes"] is None else f"{result['bytes']:,} bytes, "
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
     else:
         out.print(
-            f"{trained.name} ({trained.network.kind}) written to {path}, {result['bytes']:,} bytes, opset {OPSET}; "
+            f"{trained.name} ({trained.network.kind}) written to {path}, {size}opset {OPSET}; "
             f"its actions are ours but for {TOLERANCE:g}",
             markup=False,
             highlight=False,

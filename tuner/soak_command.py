@@ -28,15 +28,16 @@ def soak(
 
     Everything runs on loopback and ends with it. Exit code 1 if an answer was wrong, an error the gateway's, or something leaked.
     """
+    from agents.output_file import write_output
     from experiments.soak.run import SoakOptions, run
+    from tuner.outputs import refuse_unwritable
 
+    refuse_unwritable("--output", output)
     out, err = Console(), Console(stderr=True)
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     options = SoakOptions(seconds=60.0 * minutes, clients=clients, failure_rate=failure_rate, seed=seed, command=command)
     report = run(options, say=lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))
     text = json.dumps(report.to_dict(), indent=2, allow_nan=False)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
     if as_json:
         sys.stdout.write(text + "\n")
     else:
@@ -46,5 +47,8 @@ def soak(
         for row in report.rows():
             table.add_row(*(escape(cell) for cell in row))
         out.print(table)
+    if output is not None:
+        # Last: should it fail, the findings were shown.
+        write_output(output, text + "\n")
     if not report.passed:
         raise typer.Exit(1)

@@ -15,6 +15,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from agents.output_file import OutputError, write_output
 from envs.objective import Prices
 from envs.price_book import PriceBook, default_book, load_price_book
 from envs.simulator import MemoryEviction, SimConfig
@@ -29,6 +30,7 @@ from experiments.units import InputError, parse_duration, parse_size
 from serving.knobs import Knobs
 from serving.latency import UpstreamModel
 from tuner.config import Settings
+from tuner.outputs import refuse_unwritable
 from tuner.trace_tables import print_advice, print_info, print_simulation
 
 PATIENCE = 2.0
@@ -187,14 +189,11 @@ def show_advice(
     Raises:
         InputError: If something typed cannot be used.
         envs.workloads.TraceError: If the trace cannot be read.
-        OSError: If the page cannot be written.
+        OutputError: If the page cannot be written; the advice was shown before.
     """
     current = _current(current_cache_size, current_ttl, current_warmup_ratio)
     config, sized, book = cache.config(settings)
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        # Before the work, which may take long.
-        what = "it is a directory" if html.is_dir() else f"there is no directory {html.parent}"
-        raise InputError(f"--html {str(html)!r}: expected a file that can be written, but {what}: name another")
+    refuse_unwritable("--html", html)
     largest = None if max_cache_size is None else parse_size(max_cache_size, "--max-cache-size")
     _say_compiling(err)
     with progress_on(err) as told:
@@ -210,14 +209,21 @@ def show_advice(
         )
     unusual = book.unusual({name: getattr(found.prices, name) for name in found.prices.__dataclass_fields__})
     found = replace(found, warnings=[*found.warnings, *unusual])
+    fault = None
     if html is not None:
-        html.write_text(build_page(found, book, command=command), encoding="utf-8")
+        try:
+            write_output(html, build_page(found, book, command=command))
+        except OutputError as error:
+            fault = error  # and the advice, which may have taken long, is shown all the same
+    page = None if fault is not None else html
     if as_json:
-        write_json({**found.to_dict(), "page": None if html is None else str(html.resolve())})
-        return
-    print_advice(found, out)
-    if html is not None:
-        out.print(f"page: {html}", markup=False, highlight=False, soft_wrap=True)
+        write_json({**found.to_dict(), "page": None if page is None else str(page.resolve())})
+    else:
+        print_advice(found, out)
+        if page is not None:
+            out.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
+    if fault is not None:
+        raise fault
 
 
 def show_info(trace: TraceOptions, *, window: str | None, as_json: bool, out: Console, err: Console) -> None:

@@ -433,7 +433,7 @@ def test_a_crash_between_the_files_is_noticed(directory: Path, monkeypatch: pyte
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr("agents.artifact.os.replace", crash)
+    monkeypatch.setattr(os, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
         store(directory, network=network(9, 0.1))
     assert sorted(contents(directory)) == sorted(FILES)

@@ -1,8 +1,11 @@
+import errno
+import os
 from dataclasses import replace
 
 import orjson
 import pytest
 
+from agents.output_file import OutputError
 from experiments.access import AccessLogError
 from experiments.design import DesignError
 from experiments.experiment import end_experiment, experiment_status, report_experiment, start_experiment
@@ -49,6 +52,20 @@ def test_an_experiment_goes_from_start_to_its_report_on_disk(ledger, access_log,
     assert written.report.summary["verdict"] == "treatment better"
     assert sum(arm["requests"] for arm in written.report.summary["arms"].values()) == 4000
     assert f"--access-log {access_log}" in written.report.html
+
+
+def test_a_report_for_which_there_is_no_room_leaves_the_older_page(ledger, access_log, tmp_path, monkeypatch):
+    started(ledger)
+    page = tmp_path / "page.html"
+    page.write_text("old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match=r"page\.html: cannot be written: No space left on device: free room there"):
+        report_experiment(ledger, "first", access_log, page, settings=ReportSettings(replicates=60))
+    assert page.read_text() == "old"
 
 
 def test_the_status_counts_decisions_and_shows_the_latest(ledger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import experiments.suites
 from agents.artifact import ArtifactError
 from experiments.units import InputError
 from tests.experiments.evaluation_cases import small_cases
+from tuner.errors import CommandError
 from tuner.evaluate_command import _progress, evaluate
 
 CONFIG = """
@@ -174,3 +176,48 @@ def test_the_bar_of_a_terminal_goes_on_within_a_case(terminal: bool) -> None:
         assert "tide-2 25%, tide-3 42%" in last
     else:
         assert shown.getvalue().strip() == "evaluated calm: 1 of 4 cases"
+
+
+def test_a_page_that_cannot_be_made_or_written_loses_nothing(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept.json"
+    arguments = ["evaluate", "--config", str(config), "--suite", "calm", "--length", "8", "--results", str(kept)]
+    failed = CliRunner().invoke(app, [*arguments, "--output", "/dev/full"])
+    assert isinstance(failed.exception, CommandError)
+    assert str(failed.exception).startswith("/dev/full: cannot be written: No space left on device: free room there")
+    assert "steady: 1 cases" in failed.stdout
+    assert f"results: {kept}" in failed.stdout
+    assert "page:" not in failed.stdout
+    assert "steady: 1 cases" in run("--from", kept)
+
+    kept.unlink()
+    monkeypatch.setattr("experiments.evaluate_page.build_page", lambda *given, **named: 1 / 0)
+    failed = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "page.html")])
+    assert isinstance(failed.exception, ZeroDivisionError)
+    assert "steady: 1 cases" in run("--from", kept)
+
+
+def test_results_for_which_there_is_no_room_are_shown_and_the_older_ones_stay(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    failed = CliRunner().invoke(
+        app, ["evaluate", "--config", str(config), "--suite", "calm", "--length", "8", "--results", str(kept)]
+    )
+    assert str(failed.exception) == (f"{kept}: cannot be written: No space left on device: free room there or name another file")
+    assert "steady: 1 cases" in failed.stdout
+    assert kept.read_text() == "old"
+
+
+def test_an_unknown_case_of_results_is_told_before_anything_is_written(config: Path, tmp_path: Path) -> None:
+    kept, again = tmp_path / "kept.json", tmp_path / "again.json"
+    run("--config", config, "--suite", "calm", "--length", "8", "--results", kept)
+    assert refused("--from", kept, "--results", again, "--case", "tide-9") == "case 'tide-9': expected one of calm"
+    assert not again.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from agents.artifact import ArtifactError, load
 from agents.card import readme
+from agents.output_file import OutputError
 from tests.agents.observations import store
 from tests.requirements import module
 from tuner.errors import CommandError
@@ -64,15 +66,27 @@ def test_export_writes_a_graph_that_is_the_policy(directory: Path, tmp_path: Pat
     assert "written to" in runner.invoke(policy_app, ["export", str(directory), "--onnx", str(path)]).stdout
 
 
-def test_export_does_not_put_a_file_in_the_place_of_a_device_or_a_directory(directory: Path, tmp_path: Path) -> None:
-    module("onnx")
-    pipe = tmp_path / "pipe"
+def test_export_writes_into_a_pipe_and_does_not_replace_it_or_a_directory(directory: Path, tmp_path: Path) -> None:
+    onnx = module("onnx")
+    pipe, heard = tmp_path / "pipe", list[bytes]()
     os.mkfifo(pipe)
-    for path in (pipe, tmp_path):
-        failed = runner.invoke(policy_app, ["export", str(directory), "--onnx", str(path)])
-        assert isinstance(failed.exception, OSError)
-        assert "expected a file that can be replaced" in str(failed.exception)
+    reading = threading.Thread(target=lambda: heard.append(pipe.read_bytes()))
+    reading.start()
+    done = runner.invoke(policy_app, ["export", str(directory), "--onnx", str(pipe)])
+    reading.join(30)
+    assert done.exit_code == 0
+    assert f"written to {pipe}, opset" in done.stdout
+    assert onnx.load_from_string(heard[0]).producer_name == "cachepilot"
     assert pipe.is_fifo()
+    failed = runner.invoke(policy_app, ["export", str(directory), "--onnx", str(tmp_path)])
+    assert isinstance(failed.exception, OutputError)
+    assert str(failed.exception).startswith(f"{tmp_path}: cannot be written: Is a directory")
+
+
+def test_an_export_for_which_there_is_no_room_is_told(directory: Path) -> None:
+    module("onnx")
+    failed = runner.invoke(policy_app, ["export", str(directory), "--onnx", "/dev/full"])
+    assert "/dev/full: cannot be written: No space left on device: free room there" in str(failed.exception)
 
 
 def test_export_without_onnx_says_what_to_install(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

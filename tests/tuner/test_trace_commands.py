@@ -209,6 +209,13 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(cachepilot: Ca
     assert "expected a file that can be written" in shown.stderr
 
 
+def test_a_page_for_which_there_is_no_room_is_told_after_the_advice(cachepilot: Cachepilot) -> None:
+    shown = cachepilot("advise", MADE, "--html", "/dev/full")
+    failed(shown, 1, "/dev/full: cannot be written: No space left on device: free room there or name another file")
+    assert "held out" in shown.stdout
+    assert "page:" not in shown.stdout
+
+
 def test_more_slots_than_can_be_are_refused(cachepilot: Cachepilot) -> None:
     shown = cachepilot("simulate", MADE, "--slots", "99999999999999999999")
     assert shown.returncode == 2
