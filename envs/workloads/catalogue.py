@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal, InvalidOperation
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import unquote_plus
@@ -19,7 +20,7 @@ import numpy as np
 
 from envs.workloads.compose import mix
 from envs.workloads.errors import TraceError, require
-from envs.workloads.generators import DAY, sessions, zipf_ranks
+from envs.workloads.generators import DAY, MOST, sessions, zipf_ranks
 from envs.workloads.patterns import (
     add_documents,
     add_flash_crowd,
@@ -34,6 +35,9 @@ from envs.workloads.trace import Trace
 
 SCHEME = "made:"
 """What the spec of a made workload begins with, where files could be meant too."""
+
+_DIGITS = 1_000
+"""Most digits of a whole number: a short text such as 1e999999999 would take all memory."""
 
 _MADE = "Made by a generator ({}): not a real workload."
 
@@ -323,7 +327,7 @@ def multi_tenant(
     """
     require(
         "multi-tenant",
-        ("n_requests", n_requests, "at least 1", n_requests >= 1),
+        ("n_requests", n_requests, f"from 1 to {MOST:,}", 1 <= n_requests <= MOST),
         ("n_keys", n_keys, "at least 1", n_keys >= 1),
         ("tenants", tenants, "at least 1", tenants >= 1),
         ("noisy", noisy, "a share from 0 to below 1", 0 <= noisy < 1),
@@ -440,7 +444,7 @@ def make(spec: str) -> Trace:
         return maker(**arguments)
     except TraceError:
         raise
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise TraceError(spec, f"arguments in their ranges: {error}") from None
 
 
@@ -493,12 +497,22 @@ def _parse(text: str, annotation: Any) -> Any:
         if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
             raise ValueError("true or false")
         return text.lower() in ("true", "1", "yes")
-    value = _number(text)
-    if annotation is int:
-        if not value.is_integer():
-            raise ValueError("a whole number")
-        return int(value)
-    return value
+    return _whole(text) if annotation is int else _number(text)
+
+
+def _whole(text: str) -> int:
+    """Read a whole number, all its digits: a float would take 53 bits of them."""
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        raise ValueError("a number") from None
+    if not value.is_finite():
+        raise ValueError("a finite number")
+    if value.adjusted() >= _DIGITS:
+        raise ValueError(f"a whole number of at most {_DIGITS:,} digits")
+    if value != value.to_integral_value():
+        raise ValueError("a whole number")
+    return int(value)
 
 
 def _number(text: str) -> float:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from envs.settings import EnvsSettings
 from envs.workloads import WORKLOADS, Trace, TraceError, concat, draw_workload, make, mix, sessions, zipf_ranks
+from envs.workloads.catalogue import find
 from envs.workloads.patterns import alternate
 
 
@@ -328,6 +329,20 @@ def test_a_spec_is_a_name_with_parameters() -> None:
     assert len(make("made:model-release?keys=change&n_requests=700").flush_time) == 2
 
 
+@given(st.integers(min_value=0))
+def test_a_whole_number_is_taken_with_all_its_digits(seed: int) -> None:
+    assert find(f"made:scan?seed={seed}")[1] == {"seed": seed}
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_a_seed_beyond_what_a_float_holds_is_another_seed(name: str) -> None:
+    seed = 99999999999999999999999
+    made = make(f"made:{name}?n_requests=300&seed={seed}")
+    assert made.name.endswith(f"-{seed}")
+    assert same(made, WORKLOADS[name](300, seed=seed))
+    assert not same(made, WORKLOADS[name](300, seed=int(float(seed))))
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -338,6 +353,13 @@ def test_a_spec_is_a_name_with_parameters() -> None:
         ("made:scan?share=nan", "share: a finite number"),
         ("made:scan?share=1.5", "scan: share: expected a share from 0 to below 1, got 1.5"),
         ("made:scan?scans=1.5", "scans: a whole number"),
+        ("made:scan?scans=0.9999999999999999999", "scans: a whole number"),
+        ("made:scan?scans=lots", "scans: a number"),
+        ("made:scan?seed=inf", "seed: a finite number"),
+        ("made:scan?seed=nan", "seed: a finite number"),
+        ("made:scan?seed=1e999999999", "seed: a whole number of at most 1,000 digits"),
+        ("made:scan?seed=-1", "expected non-negative integer"),
+        ("made:hot-set-swap?sets=99999999999999999999999&n_requests=500", "sets|too large"),
         ("made:scan?again=perhaps", "again: true or false"),
         ("made:scan?again", "expected again=<value> once"),
         ("made:scan?share=0.1&share=0.2", "expected share=<value> once"),
@@ -349,6 +371,7 @@ def test_a_spec_is_a_name_with_parameters() -> None:
         ("made:flash-crowd?start=1e9", "start: expected seconds before the end"),
         ("made:hot-set-swap?sets=1", "sets: expected at least 2"),
         ("made:document-storm?documents=0", "documents: expected at least 1"),
+        ("made:multi-tenant?n_requests=1e15", "multi-tenant: n_requests: expected from 1 to 100,000,000"),
         ("made:multi-tenant?tenants=0", "tenants: expected at least 1"),
     ],
 )
