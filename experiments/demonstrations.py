@@ -31,6 +31,7 @@ from envs.observation_vector import mask_of
 from envs.simulator.batch import use_threads
 from envs.task import Scenario, Task
 from experiments import suites
+from experiments.processes import deaths_told
 from experiments.train_settings import TrainSettings, world_digest
 from experiments.walks import Walk, play_walks
 
@@ -60,6 +61,10 @@ WANDER, KEEP = 0.5, 0.9
 
 Progress = Callable[[int, int], None]
 """Called with the scenarios done and all of them."""
+
+
+class DemonstrationError(ValueError):
+    """Demonstrations that could not be made; says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,12 @@ def file_of(settings: TrainSettings, *, jobs: int | None = None, progress: Progr
 
     Args:
         settings: The training; of workload ``suites``.
-        jobs: Processes that make it side by side; None: one for each CPU. It is the same whatever their number.
+        jobs: Processes that make it side by side; None: as the settings say. It is the same whatever their number.
         progress: See :data:`Progress`.
+
+    Raises:
+        DemonstrationError: If one of the processes ended before it was done.
+        agents.output_file.OutputError: If a file cannot be written.
     """
     folder = settings.output / ".training"
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +133,11 @@ def _hindsight(settings: TrainSettings, jobs: int | None, progress: Progress | N
         progress(0, settings.pool)
     # Whole, with the widest actions: the paths that are found serve policies that see less and reach less far.
     wide = settings.model_copy(update={"hidden": (), "absolute": False, "radius": RADIUS})
-    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    jobs = min(jobs or settings.jobs or os.cpu_count() or 1, len(starts))
+    with (
+        deaths_told("part of the training scenarios", jobs, "jobs in the training settings", DemonstrationError),
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+    ):
         for first, part in zip(starts, pool.map(partial(_look_back_on_some, wide), starts), strict=True):
             parts.append(part)
             if progress is not None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +26,7 @@ from envs.simulator.batch import use_threads
 from experiments.evaluation_results import CaseRecord, RecoveryRecord, Results, RowRecord, RunRecord, TrainingRecord
 from experiments.evaluation_rows import Bench, EvaluationSettings, Row, resolve_rows, row_command
 from experiments.play import Run, play_all
+from experiments.processes import deaths_told
 from experiments.standings import TERMS, Outcome, Standing, compare, play
 from experiments.suites import Case
 from experiments.units import InputError
@@ -332,15 +332,15 @@ def _outcomes(
     context = multiprocessing.get_context("spawn")
     # Without a lock: a process that ends while it has one would hold up the others.
     shares = context.RawArray("d", len(chosen))
-    pool = ProcessPoolExecutor(
-        min(jobs, len(chosen)), mp_context=context, initializer=_prepare, initargs=(settings, cases, shares)
-    )
+    jobs = min(jobs, len(chosen))
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare, initargs=(settings, cases, shares))
     try:
-        with _passed_on(shares, [case.name for case in chosen], within):
+        with (
+            deaths_told("case", jobs, "--jobs", EvaluationError),
+            _passed_on(shares, [case.name for case in chosen], within),
+        ):
             for done in as_completed([pool.submit(_run_named, case.name, place) for place, case in enumerate(chosen)]):
                 yield done.result()
-    except BrokenProcessPool as error:
-        raise EvaluationError(f"a process ended before its case was done (out of memory?): try fewer jobs than {jobs}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

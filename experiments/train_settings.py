@@ -95,6 +95,11 @@ class TrainSettings(BaseModel):
     imitate: bool = Field(
         default=False, description="begin with imitation of what was best in hindsight on each scenario (of suites)"
     )
+    jobs: int | None = Field(
+        default=None,
+        ge=1,
+        description="processes that look for what was best in hindsight; null: one for each CPU. Nothing depends on it",
+    )
     warm_start: Path | None = Field(default=None, description="demonstrations to imitate first (agents.imitation)")
     held_out: int = Field(default=32, ge=1, le=10_000, description="scenarios to evaluate on (not of suites)")
     held_out_seed: int = Field(default=0, ge=0, description="draws them; a set that choices were made by is no longer held out")
@@ -150,7 +155,7 @@ class TrainSettings(BaseModel):
 
     def portable(self) -> dict[str, Any]:
         """Return what the result depends on, JSON-ready, without this machine's folders."""
-        values = self.model_dump(mode="json", exclude={"output", "traces_dir", "ray"})
+        values = self.model_dump(mode="json", exclude={"output", "traces_dir", "jobs", "ray"})
         values["traces"] = [path.name for path in self.traces]
         values["warm_start"] = self.warm_start.name if self.warm_start is not None else None
         return values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,8 @@ from envs.simulator import SimConfig
 from envs.task import Scenario, Task
 from envs.workloads import sessions
 from envs.workloads.patterns import add_releases
-from experiments.demonstrations import Hindsight, best_paths, look_back
+from experiments.demonstrations import DemonstrationError, Hindsight, best_paths, file_of, look_back
+from experiments.train_settings import TrainSettings
 from experiments.walks import Walk, play_walks
 from serving.knobs import KnobSpace
 
@@ -38,6 +41,27 @@ TASK = Task(lambda rng: scenario(0), actions=ActionMap(radius=(4.0, 4.0, 5.0)))
 @pytest.fixture(scope="module")
 def seen() -> Hindsight:
     return look_back([scenario(0), scenario(1)], TASK)
+
+
+def killed(settings: TrainSettings, first: int) -> Hindsight:
+    """What a process of the pool does in place of its work."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("jobs", "remedy"), [(2, "try fewer jobs than 2 (jobs in the training settings)"), (1, "free memory and try again")]
+)
+def test_a_process_that_was_killed_is_told_with_what_to_do(
+    jobs: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.demonstrations._look_back_on_some", killed)
+    asked = TrainSettings(name="killed", output=tmp_path, workload="suites", imitate=True, pool=24, jobs=jobs)
+    with pytest.raises(DemonstrationError) as caught:
+        file_of(asked)
+    told = "a process ended before its part of the training scenarios was done (out of memory?): "
+    assert str(caught.value) == told + remedy
+    assert not list((tmp_path / ".training").iterdir())
 
 
 positions = st.tuples(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 
 from agents.baselines import MiddlePolicy
 from agents.hindsight import grid_settings, static_dollars
-from experiments.evaluate import chosen_cases, decision_seconds, evaluate
+from experiments.evaluate import EvaluationError, chosen_cases, decision_seconds, evaluate
 from experiments.evaluation_results import Results, load_results
 from experiments.evaluation_rows import (
     CONFIG,
@@ -27,6 +31,7 @@ from experiments.evaluation_summary import learned_label, relative, summarise
 from experiments.evaluation_targets import TARGETS, Target, judge
 from experiments.play import play_all
 from experiments.stats import Interval
+from experiments.suites import Case
 from experiments.units import InputError
 from tests.experiments.evaluation_cases import INTERVALS, small_cases
 
@@ -96,6 +101,20 @@ def test_processes_do_not_change_the_results(results: Results) -> None:
         assert run == results.run(run.row, run.case, run.seed or 0)
     assert len(again.runs) == 2 * (2 * 2 + 1)
     assert again.recoveries == [item for item in results.recoveries if item.row in ("smoothed curve", "moved")]
+
+
+def cases_that_kill() -> Sequence[Case]:
+    if multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return small_cases()
+
+
+def test_a_process_that_was_killed_is_told_with_what_to_do() -> None:
+    few = SETTINGS.model_copy(update={"rows": ROWS[:1], "suites": ("calm", "tide-2")})
+    with pytest.raises(EvaluationError) as caught:
+        evaluate(few, cases_that_kill, jobs=8)
+    told = "a process ended before its case was done (out of memory?): try fewer jobs than 2 (--jobs)"
+    assert str(caught.value) == told
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

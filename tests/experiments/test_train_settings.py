@@ -58,7 +58,7 @@ def test_the_folder_of_the_traces_is_the_settings_own_then_the_environments(
 
 def test_where_it_runs_and_how_many_actors_it_has_change_neither_identity_nor_digest(tmp_path: Path) -> None:
     one = only("default")
-    other = only("default", output=str(tmp_path), ray={"actors": 7}, traces_dir=str(tmp_path))
+    other = only("default", output=str(tmp_path), ray={"actors": 7}, traces_dir=str(tmp_path), jobs=3)
     assert (one.identity, one.digest) == (other.identity, other.digest)
     assert one.identity != only("default", interval=6.0).identity
     more = only("default", held_out=3)
