@@ -6,13 +6,17 @@ report the version that they run. A dead tuner or a dead store leaves the gatewa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import orjson
 
 from serving.knobs import Knobs
+
+_LAST_SECOND = 253402300800.0
+"""The end of the year 9999, seconds since the epoch: no later time can be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,64 @@ class AppliedState:
     reported_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Whose an arm's knobs are to write, among those that write them again and again.
+
+    The store keeps one per arm and judges no time: its owner renews it, and whoever found it the same for ``lasts`` seconds, by
+    a clock of its own, may take it (as Kubernetes' leader election has it, so that no two clocks have to agree).
+
+    Attributes:
+        arm: The arm.
+        owner: Who has it, without white space; ``""`` once it was given back.
+        since: When the owner took it, seconds since the epoch by its own clock.
+        lasts: Seconds without a renewal after which others may take it.
+        revision: Grows by one with every change; with the owner it is what a write is fenced by.
+    """
+
+    arm: str
+    owner: str
+    since: float
+    lasts: float
+    revision: int
+
+    def __post_init__(self) -> None:
+        if any(map(str.isspace, self.owner)):
+            raise ValueError(f"lease: owner: expected no white space, got {self.owner!r}")
+        if not (0 < self.lasts < math.inf and 0 <= self.since < _LAST_SECOND and self.revision >= 1):
+            raise ValueError(f"lease: expected a time since the epoch, a finite lasts > 0, a revision >= 1; got {self!r}")
+
+    @property
+    def stamp(self) -> str:
+        """What a store compares."""
+        return f"{self.revision} {self.owner}"
+
+    def to_json(self) -> bytes:
+        """Return the stored form."""
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, raw: bytes | str) -> Lease:
+        """Parse the stored form.
+
+        Raises:
+            ValueError: If it is not what :meth:`to_json` writes.
+        """
+        try:
+            value: dict[str, Any] = orjson.loads(raw)
+            return cls(
+                str(value["arm"]), str(value["owner"]), float(value["since"]), float(value["lasts"]), int(value["revision"])
+            )
+        except (KeyError, TypeError, OverflowError, orjson.JSONDecodeError) as error:
+            raise ValueError(f"lease: expected a document with arm, owner, since, lasts, revision; got {raw!r}") from error
+
+
 class VersionConflict(RuntimeError):
     """Somebody else wrote a newer desired state first."""
+
+
+class LeaseLost(RuntimeError):
+    """The lease that a write was to be covered by is not the one in the store any more."""
 
 
 class ConfigStoreUnavailable(RuntimeError):
@@ -94,8 +154,7 @@ class ConfigStoreUnavailable(RuntimeError):
 class ConfigStore(Protocol):
     """Where the desired and the applied knobs are kept.
 
-    ``read``, ``write``, ``report`` and ``applied`` raise :class:`ConfigStoreUnavailable` when the store cannot be reached;
-    ``watch`` never does.
+    All but ``watch`` and ``close`` raise :class:`ConfigStoreUnavailable` when the store cannot be reached; ``watch`` never does.
     """
 
     async def read(self) -> DesiredState | None:
@@ -103,13 +162,41 @@ class ConfigStore(Protocol):
         ...
 
     async def write(
-        self, arms: Mapping[str, Knobs], *, expected_version: int, author: str, reason: str, now: float
+        self,
+        arms: Mapping[str, Knobs],
+        *,
+        expected_version: int,
+        author: str,
+        reason: str,
+        now: float,
+        leases: Collection[Lease] = (),
     ) -> DesiredState:
         """Replace the desired state if its version still is ``expected_version`` (0: nothing written yet).
 
+        Args:
+            arms: The knobs of all arms.
+            expected_version: The version that they are to follow.
+            author: Who writes.
+            reason: Why.
+            now: Seconds since the epoch.
+            leases: Those that the store must still have as they are here, in the same instant.
+
         Raises:
-            VersionConflict: If it is not; nothing was written.
+            VersionConflict: If the version is another one; nothing was written.
+            LeaseLost: If a lease is another one; nothing was written.
         """
+        ...
+
+    async def leases(self) -> Mapping[str, Lease]:
+        """Return the leases by arm, those given back included.
+
+        Raises:
+            ValueError: If what is stored is not a lease.
+        """
+        ...
+
+    async def put_lease(self, lease: Lease, *, found: Lease | None) -> bool:
+        """Store an arm's lease if the one there still is ``found`` (None: there is none); whether it was stored."""
         ...
 
     def watch(self) -> AsyncIterator[DesiredState]:

@@ -1,10 +1,10 @@
-"""The config store on Redis: desired and applied knobs."""
+"""The config store on Redis: desired and applied knobs, and whose they are to write."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import orjson
@@ -13,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState, VersionConflict
+from serving.config_store import AppliedState, ConfigStoreUnavailable, DesiredState, Lease, LeaseLost, VersionConflict
 from serving.knobs import Knobs
 from serving.redis_url import shown
 from serving.tiers.redis import check_name
@@ -23,13 +23,26 @@ _log = logging.getLogger(__name__)
 FORGOTTEN_AFTER = 20.0
 """How many times the life of a report it is kept where nobody reads it."""
 
-# KEYS: desired. ARGV: expected version, the document, its version, channel -> 0, or the version found if it is another one.
+# KEYS: desired, leases. ARGV: expected version, the document, its version, channel, then arm, stamp, ... of the leases needed
+# -> 1; or 0, the version found if it is another one; or 2, the arm whose lease is another one.
 _WRITE = """
+for i = 5, #ARGV, 2 do
+  local lease = redis.call('HGET', KEYS[2], ARGV[i]) or ''
+  if string.match(lease, '^(%d+ %S*) ') ~= ARGV[i + 1] then return {2, ARGV[i]} end
+end
 local found = redis.call('HGET', KEYS[1], 'version') or '0'
 if found ~= ARGV[1] then return {0, found} end
 redis.call('HSET', KEYS[1], 'version', ARGV[3], 'document', ARGV[2])
 redis.call('PUBLISH', ARGV[4], ARGV[3])
 return {1, ARGV[3]}
+"""
+
+# KEYS: leases. ARGV: arm, the stamp that is expected or '', the lease with its stamp -> whether it was stored.
+_PUT_LEASE = """
+local found = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if (string.match(found, '^(%d+ %S*) ') or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
 """
 
 # The server's clock decides what is forgotten: the replicas' clocks may differ.
@@ -64,10 +77,10 @@ return result
 
 
 class RedisConfigStore:
-    """Keeps the desired state in one hash, the reports in another; both of one Redis Cluster slot.
+    """Keeps the desired state in one hash, the reports and the leases in two others; all of one Redis Cluster slot.
 
-    A write is one atomic script: compare the version, set, publish. Every call is one round trip; ``report`` and ``applied`` are
-    O(replicas). Reports expire when the last replica has gone; the desired state stays.
+    A write is one atomic script: compare the leases and the version, set, publish. Every call is one round trip; ``report`` and
+    ``applied`` are O(replicas). Reports expire when the last replica has gone; the desired state and the leases stay.
     A write whose answer was lost may have happened: read before trying again.
 
     Args:
@@ -91,6 +104,7 @@ class RedisConfigStore:
         self.namespace = namespace
         self._desired = f"{base}:desired"
         self._applied = f"{base}:applied"
+        self._leases = f"{base}:leases"
         self._channel = f"{base}:changes"
         self._report_ttl = report_ttl
         self._poll = poll
@@ -100,6 +114,7 @@ class RedisConfigStore:
         self._write = self._redis.register_script(_WRITE)
         self._report = self._redis.register_script(_REPORT)
         self._list = self._redis.register_script(_APPLIED)
+        self._put_lease = self._redis.register_script(_PUT_LEASE)
 
     async def read(self) -> DesiredState | None:
         """Return the desired state, or None before the first write.
@@ -112,17 +127,37 @@ class RedisConfigStore:
         return DesiredState.from_json(document) if document is not None else None
 
     async def write(
-        self, arms: Mapping[str, Knobs], *, expected_version: int, author: str, reason: str, now: float
+        self,
+        arms: Mapping[str, Knobs],
+        *,
+        expected_version: int,
+        author: str,
+        reason: str,
+        now: float,
+        leases: Collection[Lease] = (),
     ) -> DesiredState:
         """Replace the desired state if its version still is ``expected_version`` (0: nothing written yet).
 
+        Args:
+            arms: The knobs of all arms.
+            expected_version: The version that they are to follow.
+            author: Who writes.
+            reason: Why.
+            now: Seconds since the epoch.
+            leases: Those that Redis must still have as they are here, in the same instant.
+
         Raises:
-            VersionConflict: If it is not; nothing was written.
+            VersionConflict: If the version is another one; nothing was written.
+            LeaseLost: If a lease is another one; nothing was written.
             ConfigStoreUnavailable: If Redis did not answer in time or refused.
         """
         state = DesiredState(expected_version + 1, dict(arms), now, author, reason)
         args: list[bytes | int | str] = [expected_version, state.to_json(), state.version, self._channel]
-        done, found = await self._call(lambda: self._write(keys=[self._desired], args=args))
+        for lease in leases:
+            args += [lease.arm, lease.stamp]
+        done, found = await self._call(lambda: self._write(keys=[self._desired, self._leases], args=args))
+        if done == 2:
+            raise LeaseLost(f"lease of arm {found.decode(errors='replace')!r} of {self.namespace!r}: another one has it now")
         if not done:
             raise VersionConflict(
                 f"desired knobs of {self.namespace!r}: expected version {expected_version}, "
@@ -183,6 +218,41 @@ class RedisConfigStore:
             except (LookupError, TypeError, ValueError) as error:
                 _log.error("config store: ignored a report of %r that cannot be read: %r (%s)", replica, value, error)
         return sorted(states, key=lambda state: state.replica)
+
+    async def leases(self) -> dict[str, Lease]:
+        """Return the leases by arm, those given back included.
+
+        Raises:
+            ConfigStoreUnavailable: If Redis did not answer in time or refused.
+            ValueError: If what is stored is not a lease: whose it is cannot be known then.
+        """
+        found = await self._call(lambda: self._redis.hgetall(self._leases))
+        leases = {}
+        for arm, value in found.items():
+            stamp, _, document = value.partition(b" {")
+            try:
+                lease = Lease.from_json(b"{" + document)
+                if (lease.arm.encode(), lease.stamp.encode()) != (arm, stamp):
+                    raise ValueError(f"lease: expected that of {arm!r} with the stamp {stamp!r}, got {lease!r}")
+            except ValueError as error:
+                name = arm.decode(errors="replace")
+                raise ValueError(
+                    f"{error}; if no other version of cachepilot wrote it, remove it: HDEL {self._leases} {name}"
+                ) from error
+            leases[lease.arm] = lease
+        return leases
+
+    async def put_lease(self, lease: Lease, *, found: Lease | None) -> bool:
+        """Store an arm's lease if the one there still is ``found`` (None: there is none); whether it was stored.
+
+        One whose answer was lost may have been stored: look before trying again.
+
+        Raises:
+            ConfigStoreUnavailable: If Redis did not answer in time or refused.
+        """
+        expected = found.stamp if found is not None else ""
+        args: list[bytes | str] = [lease.arm, expected, lease.stamp.encode() + b" " + lease.to_json()]
+        return bool(await self._call(lambda: self._put_lease(keys=[self._leases], args=args)))
 
     async def close(self) -> None:
         """Close the connections."""

@@ -1,6 +1,7 @@
 """The control loop beside a live cache: every interval observe, decide, guard, apply, verify, record.
 
 A fault of any part makes the loop hold and say so; it never guesses. A loop that dies leaves the gateways on their last knobs.
+Of several loops on one arm the one that has the arm's lease writes (:mod:`tuner.lease`); the others hold, and take over from it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,9 +25,10 @@ from envs.smoothing import SMOOTHING
 from envs.sources import SignalSource, SourceUnavailable
 from experiments.ledger import LedgerError
 from experiments.records import DecisionRecord, signals_to_dict
-from serving.config_store import ConfigStore, ConfigStoreUnavailable, DesiredState, VersionConflict
+from serving.config_store import ConfigStore, ConfigStoreUnavailable, DesiredState, LeaseLost, VersionConflict
 from serving.knobs import Knobs, KnobSpace
 from tuner.guard import GuardLimits, Verdict, judge
+from tuner.lease import LeaseKeeper, lasts_for, owner_name
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class Interval:
         expected: Replicas that report to the config store.
         confirmed: Those of them that run the desired version.
         fault: What went wrong, or ``""``.
+        news: What changed about which tuner may write, or ``""``.
     """
 
     index: int
@@ -110,6 +113,7 @@ class Interval:
     expected: int
     confirmed: int
     fault: str = ""
+    news: str = ""
 
 
 class Tuner:
@@ -123,6 +127,7 @@ class Tuner:
         settings: See :class:`LoopSettings`.
         clock: Seconds since the epoch.
         wait: Waits so many seconds; returns True if the loop should end.
+        owner: This tuner's name among those on the namespace, without white space; None: one that no other has.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class Tuner:
         settings: LoopSettings,
         clock: Callable[[], float],
         wait: Callable[[float], Awaitable[bool]],
+        owner: str | None = None,
     ) -> None:
         self._store = store
         self._source = source
@@ -148,6 +154,10 @@ class Tuner:
         self._state: DesiredState | None = None
         self._index = 0
         self._written_at = -math.inf
+        self._lasts = lasts_for(settings.interval, settings.confirm_timeout)
+        self._leases = LeaseKeeper(store, policies, owner=owner or owner_name(), lasts=self._lasts, clock=clock)
+        self._unleased_at: float | None = None
+        self._unleased = ""
         self._waiting: deque[DecisionRecord] = deque(maxlen=MOST_WAITING)
         self._given_up = 0
 
@@ -156,7 +166,7 @@ class Tuner:
 
         Raises:
             ConfigStoreUnavailable: If the store cannot be reached: a loop that cannot apply anything does not start.
-            ValueError: If the state in the store lacks an arm that is to be tuned.
+            ValueError: If the state in the store lacks an arm that is to be tuned, or its leases cannot be read.
         """
         for policy in self._policies.values():
             policy.reset()
@@ -173,8 +183,17 @@ class Tuner:
         absent = sorted(set(self._policies) - set(state.arms))
         if absent:
             raise ValueError(f"tune: arm {absent[0]!r} is not in the config store; it has {sorted(state.arms)}")
+        await self._leases.renew()
         self._state = state
         return state
+
+    async def end(self) -> None:
+        """Let another tuner take over at once; :meth:`run` does so when it ends."""
+        await self._leases.give_back()
+
+    def news(self) -> str:
+        """Return what changed about which tuner may write and was not told with a turn yet, or ``""``."""
+        return self._leases.told()
 
     async def run(
         self, *, max_intervals: int | None = None, on_interval: Callable[[Interval], Awaitable[None] | None] | None = None
@@ -186,18 +205,21 @@ class Tuner:
         """
         turns = 0
         due = self._clock() + self._settings.interval
-        while max_intervals is None or turns < max_intervals:
-            # A clock that was set back must not make the loop wait until it is there again.
-            if await self._wait(min(max(0.0, due - self._clock()), self._settings.interval)):
-                break
-            # A slow turn is not followed by a burst: turns that were missed are left out.
-            due = self._clock() + self._settings.interval
-            turn = await self.step()
-            turns += 1
-            if on_interval is not None:
-                result = on_interval(turn)
-                if result is not None:
-                    await result
+        try:
+            while max_intervals is None or turns < max_intervals:
+                # A clock that was set back must not make the loop wait until it is there again.
+                if await self._wait(min(max(0.0, due - self._clock()), self._settings.interval)):
+                    break
+                # A slow turn is not followed by a burst: turns that were missed are left out.
+                due = self._clock() + self._settings.interval
+                turn = await self.step()
+                turns += 1
+                if on_interval is not None:
+                    result = on_interval(turn)
+                    if result is not None:
+                        await result
+        finally:
+            await self.end()
         lost = await self._write_records()
         if lost:
             _log.error("ended with decisions that were not recorded: %s", lost)
@@ -211,40 +233,79 @@ class Tuner:
         self._index += 1
         now = self._clock()
         fault = ""
+        before = self._leases.held
         try:
+            await self._leases.renew()
             read = await self._store.read() or await self._put_back(state)
-        except (ConfigStoreUnavailable, VersionConflict, ValueError) as error:
+        except (ConfigStoreUnavailable, VersionConflict, LeaseLost, ValueError) as error:
             fault = f"config store: {error}"
         else:
             absent = sorted(set(self._policies) - set(read.arms))
             if absent:
                 fault = f"config store: version {read.version} has no arm {absent[0]!r}, only {sorted(read.arms)}"
             else:
-                # A write of ours whose answer was lost is newer, too: its time tells it from another's.
-                if read.version > state.version and read.author == _AUTHOR and read.written_at != self._written_at:
-                    fault = f"another tuner writes here too (version {read.version}); held: end one of the two"
+                ours = {arm for arm, lease in self._leases.held.items() if arm in before and before[arm].since == lease.since}
+                fault = self._written_without_lease(state, read, ours)
                 state = read
         signals, unreadable = await asyncio.to_thread(self._observe, state, now)
         # No new knobs while there are decisions that the ledger does not have.
         unwritten = await self._write_records()
         fault = "; ".join(part for part in (fault or unreadable, unwritten) if part)
         steps = {arm: self._decide(arm, state.arms[arm], seen) for arm, seen in signals.items()}
+        others = self._leases.others
+        steps = {arm: _standing_by(step, others[arm].owner) if arm in others else step for arm, step in steps.items()}
+        # Several tuners may find a lease to be had, and it may have gone from one to the next again when this one looks.
+        missing = sorted(set(self._policies) - set(self._leases.held) - set(others))
+        if missing and not fault:
+            fault = f"lease of arm {missing[0]!r}: not to be had yet; held until the next interval"
         wanted = {arm: step.verdict.knobs for arm, step in steps.items() if step.verdict and step.verdict.changes}
         if wanted and not fault:
             state, fault = await self._apply(state, wanted, steps)
         if fault:
             steps = {arm: _held(step) if arm in wanted else step for arm, step in steps.items()}
-        expected, confirmed, silent = (0, 0, fault) if fault else await self._verify(state)
+        # The version that another tuner is about to write is not ours to wait for.
+        expected, confirmed, silent = (0, 0, fault) if fault else await self._verify(state, patient=not others)
         self._state = state
-        turn = Interval(self._index, now, state, steps, expected, confirmed, fault or silent)
+        turn = Interval(self._index, now, state, steps, expected, confirmed, fault or silent, self._leases.told())
         self._record(turn, wanted if not fault else {})
         unwritten = "" if unwritten else await self._write_records()
         return replace(turn, fault="; ".join(part for part in (turn.fault, unwritten) if part))
 
     async def _put_back(self, state: DesiredState) -> DesiredState:
-        """Write the last known knobs as a first version: a Redis that restarted empty has none, and new replicas need them."""
+        """Write the last known knobs as a first version: a Redis that restarted empty has none, and new replicas need them.
+
+        Who has no lease does not know the last ones.
+        """
+        if set(self._policies) - set(self._leases.held):
+            raise VersionConflict(f"it has lost version {state.version}; the tuner that has the lease writes it again")
         reason = f"the config store had lost version {state.version}: the same knobs again"
-        return await self._store.write(state.arms, expected_version=0, author=_AUTHOR, reason=reason, now=self._clock())
+        return await self._store.write(
+            state.arms,
+            expected_version=0,
+            author=_AUTHOR,
+            reason=reason,
+            now=self._clock(),
+            leases=self._leases.held.values(),
+        )
+
+    def _written_without_lease(self, state: DesiredState, read: DesiredState, ours: Collection[str]) -> str:
+        """Return why to hold where a tuner that knows no leases writes the arms that are ours, or ``""``.
+
+        It holds for as long as a lease lasts: that the other one is still for an interval does not mean that it has gone.
+        """
+        now = self._clock()
+        # A write of ours whose answer was lost is newer, too: its time tells it from another's.
+        foreign = read.version > state.version and read.author == _AUTHOR and read.written_at != self._written_at
+        if foreign and any(read.arms[arm] != state.arms.get(arm) for arm in ours):
+            self._unleased_at = now
+            self._unleased = f"another tuner writes here too, without the lease (version {read.version})"
+        if self._unleased_at is None:
+            return ""
+        self._unleased_at = min(self._unleased_at, now)  # the clock may have been set back
+        if now - self._unleased_at >= self._lasts:
+            self._unleased_at = None
+            return ""
+        return f"{self._unleased}; held for {self._lasts:g} s from its last write: end one of the two"
 
     def _observe(self, state: DesiredState, now: float) -> tuple[dict[str, ArmSignals], str]:
         settings = self._settings
@@ -286,7 +347,10 @@ class Tuner:
                 author=_AUTHOR,
                 reason=reason,
                 now=self._written_at,
+                leases=[self._leases.held[arm] for arm in wanted],
             )
+        except LeaseLost:
+            return state, "another tuner took the lease meanwhile; held"
         except VersionConflict:
             return state, "somebody else wrote newer knobs; held until the next interval"
         except ConfigStoreUnavailable as error:
@@ -297,8 +361,8 @@ class Tuner:
             self._change_steps[arm] = float(np.sqrt(np.sum(move**2)))
         return written, ""
 
-    async def _verify(self, state: DesiredState) -> tuple[int, int, str]:
-        """Wait until every replica that reports runs the desired version."""
+    async def _verify(self, state: DesiredState, *, patient: bool) -> tuple[int, int, str]:
+        """Wait until every replica that reports runs the desired version, or, if not ``patient``, count those that do."""
         deadline = self._clock() + self._settings.confirm_timeout
         while True:
             try:
@@ -307,7 +371,7 @@ class Tuner:
                 return 0, 0, f"config store: {error}"
             behind = sorted(item.replica for item in replicas if item.version != state.version)
             confirmed = len(replicas) - len(behind)
-            if replicas and not behind:
+            if (replicas and not behind) or not patient:
                 return len(replicas), confirmed, ""
             if self._clock() >= deadline or await self._wait(CONFIRM_POLL):
                 if not replicas:
@@ -362,3 +426,8 @@ class Tuner:
 def _held(step: ArmStep) -> ArmStep:
     """The step of an arm whose new knobs a fault of the turn kept from being written."""
     return replace(step, verdict=Verdict(step.knobs, "hold", "not applied"))
+
+
+def _standing_by(step: ArmStep, owner: str) -> ArmStep:
+    """The step of an arm whose lease another tuner has."""
+    return replace(step, verdict=Verdict(step.knobs, "hold", f"standing by: {owner} has the lease"))

@@ -55,6 +55,10 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
         store, audit = RedisConfigStore(url, gateway.namespace), RedisAudit(url, gateway.namespace)
         changes = AuditDrain(audit, ledger, gateway.namespace)
 
+        def warn(text: str) -> None:
+            if text:
+                show({"text": text, "warning": text})
+
         async def record_changes() -> None:
             count, fault = await changes.drain()
             if count:
@@ -64,10 +68,10 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
                         "audited": count,
                     }
                 )
-            if fault:
-                show({"text": fault, "warning": fault})
+            warn(fault)
 
         async def after_turn(turn: Interval) -> None:
+            warn(turn.news)
             show(line_of(turn))
             await record_changes()
 
@@ -93,9 +97,11 @@ async def tune_gateway(settings: Settings, *, intervals: int | None, show: Calla
             state = await running.start(gateway.initial_knobs)
             arms = "; ".join(f"{arm} {knobs_text(knobs)}" for arm, knobs in state.arms.items())
             show({"text": f"tuning {tuner.arm} by {policy.name} every {tuner.interval:g} s from version {state.version}: {arms}"})
+            warn(running.news())
             await record_changes()
             await running.run(max_intervals=intervals, on_interval=after_turn)
         finally:
+            await running.end()
             await store.close()
             await audit.close()
 

@@ -85,8 +85,19 @@ def traffic(exporter: Exporter, arm: str, hits: int, misses: int) -> None:
 class Bench:
     """A tuner over one arm with everything around it."""
 
-    def __init__(self, store: RedisConfigStore, exporter: Exporter, directory: Path, policy: Policy, namespace: str) -> None:
-        self.clock = Clock()
+    def __init__(
+        self,
+        store: RedisConfigStore,
+        exporter: Exporter,
+        directory: Path,
+        policy: Policy,
+        namespace: str,
+        *,
+        clock: Clock | None = None,
+        owner: str | None = None,
+        arm: str = "treatment",
+    ) -> None:
+        self.clock = clock or Clock()
         self.store = store
         self.exporter = exporter
         self.ledger = Ledger(f"sqlite:///{directory / 'ledger.db'}", timeout=0.05)
@@ -94,7 +105,7 @@ class Bench:
         self.tuner = Tuner(
             store=store,
             source=self.source,
-            policies={"treatment": policy},
+            policies={arm: policy},
             recorder=self.ledger,
             settings=LoopSettings(
                 namespace=namespace,
@@ -107,6 +118,7 @@ class Bench:
             ),
             clock=self.clock,
             wait=self.clock.wait,
+            owner=owner,
         )
         self.namespace = namespace
 
@@ -400,7 +412,7 @@ async def test_the_oldest_of_too_many_waiting_decisions_are_given_up_and_counted
     assert [record.at for record in recorded] == [turn.at for turn in turns[2:] for _ in range(2)]
 
 
-async def test_another_tuner_on_the_namespace_is_said_and_the_turn_is_held(bench: Bench) -> None:
+async def test_a_tuner_that_knows_no_leases_is_said_and_held_for_though_it_is_still_for_a_while(bench: Bench) -> None:
     state = await bench.tuner.start(INITIAL)
     other = {**INITIAL, "treatment": replace(INITIAL["treatment"], cache_size=SPACE.max_size)}
     await bench.store.write(other, expected_version=state.version, author="tuner", reason="other", now=bench.clock() + 1.0)
@@ -412,9 +424,15 @@ async def test_another_tuner_on_the_namespace_is_said_and_the_turn_is_held(bench
     verdict = turn.arms["treatment"].verdict
     assert verdict is not None
     assert verdict.action == "hold"
+    for _ in range(3):  # the other one is still, and may go on at any time
+        bench.serve()
+        turn = await bench.tuner.step()
+        assert "another tuner writes here too" in turn.fault
+        assert turn.state.version == 2
     bench.serve()
     await bench.report(3, "a")
-    assert (await bench.tuner.step()).fault == ""
+    turn = await bench.tuner.step()
+    assert (turn.fault, turn.state.version) == ("", 3)
 
 
 async def test_a_write_of_its_own_whose_answer_was_lost_is_not_another_tuner(
