@@ -22,6 +22,7 @@ import io
 import logging
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -257,7 +258,7 @@ def start(
         if logs is not None:
             stack.callback(_keep_what_crashed, session_logs, logs)
         stack.callback(ray.shutdown)
-        with _in_words("Ray"), _process_groups_apart():
+        with _in_words("Ray"), _in_nobodys_way():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -273,12 +274,16 @@ def start(
         logging_config = {"log_level": "WARNING", **({} if logs is None else {"logs_dir": str(logs)})}
         with _in_words("Ray Serve"):
             serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
-        serve.run(
-            application(settings, replica),
-            name=APPLICATION,
-            route_prefix="/",
-            logging_config={**logging_config, "enable_access_log": False},
-        )
+        try:
+            serve.run(
+                application(settings, replica),
+                name=APPLICATION,
+                route_prefix="/",
+                logging_config={**logging_config, "enable_access_log": False},
+            )
+        except RuntimeError as error:
+            said = _failure_of_replicas(logs if logs is not None else session_logs / "serve")
+            raise GatewayNotStarted(f"the gateway did not start: {said or error}") from error
         url = f"http://{host}:{port}"
         _wait_for(url, deadline)
         closing = stack.pop_all()
@@ -303,20 +308,33 @@ def _in_words(what: str) -> Iterator[None]:
         raise GatewayNotStarted(f"{what} did not start on this machine: {cause} {_BUSY}") from error
 
 
-@contextlib.contextmanager
-def _process_groups_apart() -> Iterator[None]:
-    """Have Ray's processes outside of our process group, to which a shell sends what ends a job (``kill %1``).
+def _failure_of_replicas(logs: Path) -> str:
+    """Return what replicas failed with, by the last traceback in their logs; ``""`` where there is none.
 
-    Ray knows no such setting. Its processes would end at once, with everything that we still want of them.
+    Ray Serve itself knows only that the lifespan of an ASGI application failed.
     """
-    from ray._private import services
+    said = "\n".join(log.read_text(errors="replace") for log in sorted(logs.glob("replica_*.log")))
+    raised = re.findall(r"^(?:ERROR .* -- )?[\w.]*(?:Error|Exception): (.+)", said, re.MULTILINE)
+    return raised[-1] if raised else ""
 
-    popen = services.ConsolePopen
+
+@contextlib.contextmanager
+def _in_nobodys_way() -> Iterator[None]:
+    """Start Ray outside of our process group, and with a free port for its agent; Ray knows no settings for either.
+
+    A shell sends what ends a job (``kill %1``) to its process group: Ray's processes would end at once, with everything that we
+    still want of them. The agent's own port is one for the whole machine, and a cluster to which jobs are submitted needs it.
+    """
+    from ray._private import parameter, services
+
+    popen, made = services.ConsolePopen, parameter.RayParams.__init__
     setattr(services, popen.__name__, functools.partial(popen, process_group=0))
+    setattr(parameter.RayParams, made.__name__, functools.partialmethod(made, dashboard_agent_listen_port=0))
     try:
         yield
     finally:
         setattr(services, popen.__name__, popen)
+        setattr(parameter.RayParams, made.__name__, made)
 
 
 def _keep_what_crashed(session_logs: Path, logs: Path) -> None:

@@ -57,7 +57,11 @@ def examine(config: Path | None = None) -> list[Check]:
         _policy,
         _rdma,
         _shared_memory,
-        *((lambda: _redis(settings.gateway), lambda: _arena(settings.gateway)) if settings is not None else ()),
+        *(
+            (lambda: _redis(settings.gateway), lambda: _arena(settings.gateway), lambda: _vectors(settings.gateway))
+            if settings is not None
+            else ()
+        ),
         _loopback,
     ]
     return [check() for check in checks]
@@ -194,6 +198,19 @@ def _unused(path: Path) -> bool:
         return describe_arena(path / "arena" if path.is_dir() else path).endswith("used by nobody")
     except RuntimeError:
         return False
+
+
+def _vectors(gateway: GatewaySettings) -> Check:
+    from serving.tiers.vector_store import missing_package
+
+    semantic = gateway.rules.semantic
+    if not semantic.enabled:
+        return Check("vector store", "ok", "none: answers by meaning are off (gateway.rules.semantic.enabled)")
+    missing, _, remedy = missing_package(semantic.vectors).partition(": ")
+    if missing:
+        return Check("vector store", "failed", f"{semantic.vectors.kind}: {missing}", remedy)
+    where = f" at {semantic.vectors.url}, not asked" if semantic.vectors.url is not None else ", in process"
+    return Check("vector store", "ok", f"{semantic.vectors.kind}{where}")
 
 
 def _loopback() -> Check:

@@ -22,6 +22,8 @@ from serving.app import GatewayNotStarted, start
 from serving.redis_server import RedisServer
 from serving.redis_url import shown
 from serving.run_folders import FolderHeld
+from serving.settings import GatewaySettings
+from serving.tiers.vector_store import missing_package
 from tuner.config import Settings
 from tuner.errors import CommandError
 from tuner.kept_logs import RUNS, kept_logs, why_not
@@ -82,6 +84,7 @@ def serve_gateway(settings: Settings, *, port: int | None, dashboard: bool, say:
         else:
             check_redis(url)
         check_access_log(gateway.access_log)
+        check_vectors(gateway)
         changed = {"redis_url": url, **({} if port is None else {"port": port})}
         # Of its own accord Ray answers SIGTERM with a dump of its stack, and ends at once with everything still running.
         stack.enter_context(environment("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1"))
@@ -161,6 +164,18 @@ def check_access_log(folder: Path | None) -> None:
         raise CommandError(
             f"serve: gateway.access_log = {str(folder)!r}: expected a folder that can be written, but: {error.strerror}"
         ) from error
+
+
+def check_vectors(gateway: GatewaySettings) -> None:
+    """Make sure that the package of the vector store is there, before Ray is started in vain.
+
+    Raises:
+        CommandError: If it is not; says what to install.
+    """
+    semantic = gateway.rules.semantic
+    missing = missing_package(semantic.vectors) if semantic.enabled else ""
+    if missing:
+        raise CommandError(f"serve: gateway.rules.semantic.vectors.kind = {semantic.vectors.kind!r}: {missing}")
 
 
 def redis_answers(url: str) -> bool:

@@ -53,7 +53,7 @@ class ChromaStore(ServiceStore):
         try:
             chromadb, httpx = importlib.import_module("chromadb"), importlib.import_module("httpx")
         except ImportError as error:
-            raise RuntimeError(f"chromadb cannot be imported: {error}; install cachepilot[chroma]") from error
+            raise RuntimeError(f"chromadb cannot be imported: {error}; pip install 'cachepilot[chroma]'") from error
         super().__init__(dim=dim, namespace=namespace, deadline=deadline, clock=clock)
         self._chroma: Any = chromadb
         self._http: Any = httpx

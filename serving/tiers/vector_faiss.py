@@ -69,7 +69,7 @@ class FaissStore:
         try:
             faiss = importlib.import_module("faiss")
         except ImportError as error:
-            raise RuntimeError(f"faiss cannot be imported: {error}; install faiss-cpu") from error
+            raise RuntimeError(f"faiss cannot be imported: {error}; pip install 'cachepilot[faiss]'") from error
         # One query is too little work for several threads, and training must leave the others a core.
         faiss.omp_set_num_threads(1)
         self._faiss: Any = faiss

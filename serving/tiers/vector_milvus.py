@@ -61,7 +61,7 @@ class MilvusStore(ServiceStore):
         try:
             pymilvus = importlib.import_module("pymilvus")
         except ImportError as error:
-            raise RuntimeError(f"pymilvus cannot be imported: {error}; install cachepilot[milvus]") from error
+            raise RuntimeError(f"pymilvus cannot be imported: {error}; pip install 'cachepilot[milvus]'") from error
         super().__init__(dim=dim, namespace=namespace, deadline=deadline, clock=clock)
         self._milvus: Any = pymilvus
         self._url, self._token = url, token

@@ -7,6 +7,7 @@ the store, and a neighbour whose entry is gone is removed when it is met. Stores
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from serving.tiers.base import EntryMeta
 
 if TYPE_CHECKING:
     from serving.settings import VectorSettings
+
+_PACKAGES = {"faiss": "faiss", "milvus": "pymilvus", "chroma": "chromadb"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,14 @@ class VectorStore(Protocol):
     async def close(self) -> None:
         """Release connections, threads and memory. The store is not usable afterwards."""
         ...
+
+
+def missing_package(settings: VectorSettings) -> str:
+    """Return what to install for the store that the settings name; ``""`` where it is there. Imports nothing."""
+    package = _PACKAGES.get(settings.kind)
+    if package is None or importlib.util.find_spec(package) is not None:
+        return ""
+    return f"{package} is not installed: pip install 'cachepilot[{settings.kind}]'"
 
 
 def open_store(settings: VectorSettings, *, dim: int, namespace: str) -> VectorStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -94,3 +95,16 @@ def test_the_size_of_the_arena_is_that_of_the_settings(tmp_path: Path) -> None:
     settings = GatewaySettings.model_validate({"space": {"max_size": 64 << 20}})
     config = written(tmp_path / "settings.yaml", space={"max_size": 64 << 20})
     assert f"one of {settings.space.max_size * 5 // 16 >> 20} MiB" in checks(config)["memory arena"].detail
+
+
+def test_a_vector_store_is_looked_for_where_answers_by_meaning_are_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks()["vector store"].detail.startswith("none")
+    milvus = {"kind": "milvus", "url": "http://vectors:19530"}
+    config = written(tmp_path / "settings.yaml", rules={"semantic": {"enabled": True, "vectors": milvus}})
+    found = checks(config)["vector store"]
+    assert (found.status, found.detail) == ("ok", "milvus at http://vectors:19530, not asked")
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "pymilvus" else real(name, *rest))
+    found = checks(config)["vector store"]
+    assert (found.status, found.detail) == ("failed", "milvus: pymilvus is not installed")
+    assert found.remedy == "pip install 'cachepilot[milvus]'"

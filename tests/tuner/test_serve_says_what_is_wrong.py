@@ -16,6 +16,7 @@ import pytest
 from serving.app import GatewayNotStarted, Running
 from tuner import cli, serving_commands
 from tuner.config import Settings
+from tuner.errors import CommandError
 
 
 class Told(Exception):
@@ -127,3 +128,18 @@ def test_without_a_place_for_logs_the_folder_of_ray_is_named(
     assert [line for line in lines if line.startswith("logs: ")] == [
         f"logs: {tmp_path}/ray/replica_*.log, until it ends, since {tmp_path}/file/cachepilot/logs cannot be written to"
     ]
+
+
+def test_a_vector_store_whose_package_is_missing_is_told_before_ray_is_started(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    semantic = {"enabled": True, "vectors": {"kind": "faiss"}}
+    settings = Settings.model_validate({"gateway": {"namespace": namespace, "rules": {"semantic": semantic}}})
+    with pytest.raises(CommandError) as told:
+        serving_commands.check_vectors(settings.gateway)
+    assert str(told.value) == (
+        "serve: gateway.rules.semantic.vectors.kind = 'faiss': faiss is not installed: pip install 'cachepilot[faiss]'"
+    )
+    semantic["enabled"] = False
+    serving_commands.check_vectors(Settings.model_validate({"gateway": {"rules": {"semantic": semantic}}}).gateway)
