@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Action = Annotated[float, Field(ge=-1, le=1)]
+LearningRate = Annotated[float, Field(le=1)]
+"""Adam moves each weight by about as much in a step: beyond 1, a thousand times what anybody trains with, nothing is learned."""
 Profile = Literal["default", "article"]
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
@@ -34,8 +36,8 @@ class PPOSettings(BaseModel):
     )
     batch_size: int = Field(default=512, ge=2)
     n_epochs: int = Field(default=10, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0, description="of the first update")
-    learning_rate_end: float = Field(default=0.0, ge=0, description="where it falls to, linearly, over all updates")
+    learning_rate: LearningRate = Field(default=1e-3, gt=0, description="of the first update")
+    learning_rate_end: LearningRate = Field(default=0.0, ge=0, description="where it falls to, linearly, over all updates")
     gamma: float = Field(default=0.97, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     clip_range: float = Field(default=0.2, gt=0)
@@ -57,7 +59,7 @@ class PPOSettings(BaseModel):
     recurrent: bool = Field(default=False, description="an LSTM before the hidden layers (sb3-contrib's RecurrentPPO)")
     lstm_size: int = Field(default=32, ge=1, le=1024, description="cells of that LSTM")
     warm_start_epochs: int = Field(default=20, ge=1, description="epochs of imitation, where there is something to imitate")
-    warm_start_learning_rate: float = Field(default=1e-3, gt=0, description="of the first epoch; falls linearly to 0")
+    warm_start_learning_rate: LearningRate = Field(default=1e-3, gt=0, description="of the first epoch; falls linearly to 0")
     beat: Literal["task", "imitation"] = Field(
         default="task",
         description="whom the reward is counted against: the task's own reference (the curve), or what imitation gave",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,14 @@ class Trained:
     parity: float
 
 
+class TrainingDiverged(ValueError):
+    """A training whose weights or actions are no longer finite numbers; says at which update, and what to do."""
+
+
+class _NotFinite(Exception):
+    """Weights or actions are no longer finite numbers."""
+
+
 def train_ppo(
     make_environments: Callable[[int], VecEnv],
     settings: PPOSettings,
@@ -115,6 +124,8 @@ def train_ppo(
     Raises:
         agents.checkpoint.CheckpointError: If the checkpoints are another training's, or damaged.
         agents.extraction.ParityError: If the network in numpy does not compute what torch does.
+        agents.output_file.OutputError: If a checkpoint cannot be written.
+        TrainingDiverged: If weights or actions are no longer finite numbers; checkpoints made before are kept.
         ValueError: If the demonstrations do not fit, or are given for a recurrent policy.
     """
     _one_thread()
@@ -131,13 +142,21 @@ def train_ppo(
                 progress(model.num_timesteps, run.curve[-1]["reward"] or 0.0)
         elif warm_start is not None:
             pretrain(model, warm_start, epochs=settings.warm_start_epochs, learning_rate=settings.warm_start_learning_rate)
+            if not _is_finite(model):
+                raise TrainingDiverged(
+                    "imitation diverged, weights are no longer finite numbers: lower ppo.warm_start_learning_rate "
+                    f"(it was {settings.warm_start_learning_rate:g})"
+                )
             if settings.beat == "imitation":
                 imitated = extract(model)
                 assert isinstance(imitated, Network)
                 run.beat(imitated, environments)
         with _logging(model, log):
             for segment in range(found.segments if found else 0, settings.segments):
-                run.segment(segment, progress, observe)
+                try:
+                    run.segment(segment, progress, observe)
+                except _NotFinite:
+                    raise run.diverged(segment, checkpoints) from None  # torch's own text shows all that is not finite
                 if checkpoints is not None:
                     save_checkpoint(checkpoints, run.checkpoint(segment + 1), whole)
         return run.result()
@@ -236,7 +255,14 @@ class _Run:
         if self._warm and len(self.curve) < self._settings.critic_rollouts:
             for parameter in actor_parameters(model):
                 parameter.requires_grad_(False)
-        model.learn(self._settings.rollout, callback=rollout, log_interval=_NEVER, reset_num_timesteps=False)
+        try:
+            model.learn(self._settings.rollout, callback=rollout, log_interval=_NEVER, reset_num_timesteps=False)
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            if _of_distributions(error) or not _is_finite(model):
+                raise _NotFinite from error
+            raise
+        if not _is_finite(model):
+            raise _NotFinite
         values = model.logger.name_to_value
         model.logger.record("train/entropy", -values["train/entropy_loss"])
         entry = {name: _finite(values[key]) for name, key in _CURVE.items()}
@@ -251,6 +277,22 @@ class _Run:
             model.logger.record(f"time/{name}", value)
         model.logger.dump(model.num_timesteps)
         return {"steps": model.num_timesteps, "reward": rollout.reward, **entry}, timing
+
+    def diverged(self, segment: int, checkpoints: Path | None) -> TrainingDiverged:
+        """Return the error that tells at which update of a segment the training diverged, and what to do."""
+        settings, update = self._settings, len(self.curve)
+        kept = ""
+        if checkpoints is not None and not segment:
+            kept = "; no checkpoint had been made yet"
+        elif checkpoints is not None:
+            kept = (
+                f"; the checkpoint after update {segment * settings.segment} is kept ({checkpoints}), but goes on with the same "
+                "settings only: with others begin anew (--fresh)"
+            )
+        return TrainingDiverged(
+            f"training diverged in update {update + 1} of {settings.rollouts}, weights or actions are no longer finite numbers: "
+            f"lower ppo.learning_rate (it was {self._rate(1.0):g} in this update, {settings.learning_rate:g} in the first){kept}"
+        )
 
     def _chosen(self) -> npt.NDArray[np.float32]:
         seen = self._rollout.observations
@@ -375,6 +417,21 @@ def _identity(settings: PPOSettings, seed: int, warm_start: Demonstrations | Non
         "versions": {name: version(name) for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")},
         **more,
     }
+
+
+def _is_finite(model: PPO | RecurrentPPO) -> bool:
+    """Whether actions can still be drawn: all weights are finite, and the exploration noise is neither 0 nor endless."""
+    noise = model.policy.log_std
+    assert isinstance(noise, torch.Tensor)
+    deviation = noise.detach().exp()
+    weights = all(bool(torch.isfinite(parameter).all()) for parameter in model.policy.parameters())
+    return weights and bool((torch.isfinite(deviation) & (deviation > 0)).all())
+
+
+def _of_distributions(error: Exception) -> bool:
+    """Whether an error is torch's refusal of a distribution's parameters: weights can be finite whose sums are not."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")).startswith("torch.distributions")
 
 
 def _named(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Iterator[tuple[str, npt.NDArray[Any]]]:

@@ -167,7 +167,9 @@ def _results(tasks: Sequence[Any]) -> list[Path]:
         try:
             found.append(ray.get(task))
         except (RayError, ValueError) as error:
-            faults.append(error)
+            # Of a run that cannot be trained as asked, what it says: Ray's own error has the task's whole traceback for its text.
+            cause = getattr(error, "cause", None)
+            faults.append(cause if isinstance(cause, ValueError) else error)
     if faults:
         raise faults[0]
     return found

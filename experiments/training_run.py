@@ -49,6 +49,7 @@ def train_run(
 
     Raises:
         agents.checkpoint.CheckpointError: If the checkpoints are another training's.
+        agents.training.TrainingDiverged: If weights or actions are no longer finite numbers.
         envs.workloads.TraceError: If a trace cannot be read.
         agents.extraction.ParityError: If the saved policy would not act as the trained one.
     """

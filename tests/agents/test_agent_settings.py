@@ -33,6 +33,9 @@ def test_another_profile_replaces_what_it_says_and_keeps_the_rest() -> None:
         ({"profile": ["article"]}, "profile"),
         ({"n_envs": 3, "n_steps": 100, "batch_size": 64}, "expected a divisor of n_steps x n_envs = 300"),
         ({"hysteresis": 1}, "hysteresis"),
+        ({"learning_rate": 1e30}, r"learning_rate\n.*less than or equal to 1 "),
+        ({"learning_rate_end": 1.5}, r"learning_rate_end\n.*less than or equal to 1 "),
+        ({"warm_start_learning_rate": 2}, r"warm_start_learning_rate\n.*less than or equal to 1 "),
     ],
 )
 def test_what_does_not_fit_is_refused(values: dict[str, object], words: str) -> None:

@@ -18,7 +18,7 @@ from agents.checkpoint import CheckpointError
 from agents.imitation import Demonstrations, Imitator
 from agents.network import Network, RecurrentNetwork
 from agents.settings import PPOSettings
-from agents.training import Trained, train_ppo
+from agents.training import Trained, TrainingDiverged, train_ppo
 from envs.observation_vector import DIM, HIGH, LOW
 
 SMALL = PPOSettings(total_steps=256, n_envs=2, n_steps=64, batch_size=64, n_epochs=4, hidden=(16, 16))
@@ -201,6 +201,56 @@ def test_a_warm_start_acts_as_was_shown_before_ppo_goes_on() -> None:
     trained = train_ppo(targets, settings, seed=0, warm_start=Demonstrations(seen, shown, weights))
     acted = np.stack([trained.network.step(row, ())[0] for row in seen])
     assert np.mean(np.sign(acted) == np.sign(np.where(seen[:, :3] > (LOW + HIGH)[:3] / 2, 1.0, -1.0))) > 0.9
+
+
+@pytest.mark.parametrize("changes", [{}, {"recurrent": True}, {"hold_noise": 4}, {"learning_rate": 10.0}])
+def test_a_training_that_diverges_says_at_which_update_and_what_to_do(changes: dict[str, Any]) -> None:
+    settings = SHORT.model_copy(update={"learning_rate": 1e30, **changes})
+    with pytest.raises(TrainingDiverged) as caught:
+        train_ppo(targets, settings, seed=0)
+    rate = f"{settings.learning_rate:g}"
+    assert str(caught.value) == (
+        "training diverged in update 1 of 6, weights or actions are no longer finite numbers: "
+        f"lower ppo.learning_rate (it was {rate} in this update, {rate} in the first)"
+    )
+
+
+class Overflowing(Target):
+    """Pays what is no number after so many steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+
+    def step(self, action: npt.NDArray[np.float32]) -> Any:
+        self._steps += 1
+        observation, reward, *rest = super().step(action)
+        return observation, np.nan if self._steps > 40 else reward, *rest
+
+
+def test_checkpoints_from_before_a_training_diverged_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(TrainingDiverged, match=r"update 1 of 6, .*; no checkpoint had been made yet$"):
+        train_ppo(targets, SHORT.model_copy(update={"learning_rate": 1e30}), seed=0, checkpoints=tmp_path / "none")
+    kept = rf"the checkpoint after update 2 is kept \({tmp_path}\).*begin anew \(--fresh\)$"
+    with pytest.raises(TrainingDiverged, match=rf"update 3 of 6, .*lower ppo\.learning_rate.*; {kept}"):
+        train_ppo(lambda count: DummyVecEnv([Overflowing] * count), SHORT, seed=0, checkpoints=tmp_path)
+    assert train_ppo(targets, SHORT, seed=0, checkpoints=tmp_path).steps == 192
+
+
+def test_an_environments_own_fault_is_not_taken_for_divergence() -> None:
+    class Faulty(Target):
+        def step(self, action: npt.NDArray[np.float32]) -> Any:
+            raise ValueError("no such trace")
+
+    with pytest.raises(ValueError, match=r"^no such trace$"):
+        train_ppo(lambda count: DummyVecEnv([Faulty] * count), SHORT, seed=0)
+
+
+def test_imitation_that_diverges_is_told() -> None:
+    shown = Demonstrations(observations(), np.ones((64, 3), np.float32), np.ones(64, np.float32))
+    settings = SHORT.model_copy(update={"warm_start_learning_rate": 1e30})
+    with pytest.raises(TrainingDiverged, match=r"imitation diverged.*lower ppo\.warm_start_learning_rate \(it was 1e\+30\)"):
+        train_ppo(targets, settings, seed=0, warm_start=shown)
 
 
 def test_a_recurrent_policy_has_no_warm_start() -> None:

@@ -71,6 +71,23 @@ def test_what_stands_in_the_way_of_a_training_is_told(refused: Refusal, tmp_path
         assert words in told
 
 
+def test_a_learning_rate_with_which_nothing_can_be_learned_is_a_fault_of_usage(refused: Refusal, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("ppo: {learning_rate: 1.0e+30}")
+    assert "ppo.learning_rate = 1e+30: Input should be less than or equal to 1" in refused("--config", path, code=2)
+
+
+def test_a_training_that_diverges_is_told_in_one_line(refused: Refusal, tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    endless = "vf_coef: 1.0e+39"  # beyond what a float32 holds
+    path.write_text(f"{{intervals: [6, 8], ppo: {{total_steps: 128, n_envs: 2, n_steps: 32, batch_size: 64, {endless}}}}}")
+    told = refused("--config", path, "--output", tmp_path, code=1)
+    assert told[told.index("error:") :] == (
+        "error: train: training diverged in update 1 of 2, weights or actions are no longer finite numbers: lower "
+        "ppo.learning_rate (it was 0.001 in this update, 0.001 in the first); no checkpoint had been made yet"
+    )
+
+
 def test_who_interrupts_a_training_is_told_how_it_goes_on(
     refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
