@@ -67,10 +67,14 @@ _RAYS_MARKS = (b":job_id:", b":actor_name:", b":task_name:")
 _HAPROXY = """#!/bin/sh
 # Ray Serve's HAProxy configuration listens on every interface with its statistics and metrics: keep them on loopback.
 # And with splice-request, a client that leaves goes unnoticed if its request's head and body came apart (HAProxy 2.8).
+# Ray Serve adds an x-request-id to each answer, also to one that has its model's: that one is told, and no other.
+twice='{{ res.fhdr_cnt(x-request-id) gt 1 }}'
+first="http-response set-header x-request-id %[res.fhdr(x-request-id,1)] if $twice"
 previous=
 for argument; do
   if [ "$previous" = "-f" ]; then
-    sed -i -E -e 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' -e '/^[[:space:]]*option splice-request/d' "$argument"
+    sed -i -E -e 's/^([[:space:]]*bind )\\*?:/\\1127.0.0.1:/' -e '/^[[:space:]]*option splice-request/d' \\
+      -e "/^frontend http_frontend/a\\\\    $first" "$argument"
   fi
   previous=$argument
 done
