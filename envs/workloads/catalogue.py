@@ -472,7 +472,11 @@ def find(spec: str) -> tuple[Callable[..., Trace], dict[str, Any]]:
         if not equals or parameter in arguments:
             raise TraceError(spec, f"{parameter}=<value> once", excerpt=part)
         try:
-            arguments[parameter] = _parse(text, types[parameter])
+            value = _parse(text, types[parameter])
+            if types[parameter] is int and parameter != "seed" and value > MOST:
+                # All others count something that is made.
+                raise ValueError(f"a whole number of at most {MOST:,}")
+            arguments[parameter] = value
         except ValueError as error:
             raise TraceError(spec, f"{parameter}: {error}", excerpt=text) from None
     return maker, arguments
