@@ -126,6 +126,7 @@ async def replay(
     *,
     model: str,
     api_key: str | None = None,
+    on_start: Callable[[], None] | None = None,
     on_result: Callable[[ReplayedRequest], None] | None = None,
     stop: asyncio.Event | None = None,
     max_inflight: int = 256,
@@ -139,6 +140,7 @@ async def replay(
         base_url: The gateway's URL, with or without ``/v1``.
         model: Name of the model to ask for.
         api_key: Sent as ``Authorization: Bearer``; None: nothing is.
+        on_start: Called once it answers, before anything is sent.
         on_result: Called with every request when it is done.
         stop: When set, nothing more is sent; requests under way are given up.
         max_inflight: Most requests under way at once.
@@ -160,6 +162,8 @@ async def replay(
     limits = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=headers) as session:
         await _check(session, root)
+        if on_start is not None:
+            on_start()
         run = _Run(trace, session, f"{root}/v1/chat/completions", model, on_result, stop, max_inflight, late_after)
         result = await run.go()
     if result.statuses and set(result.statuses) == {"401"}:

@@ -47,7 +47,8 @@ class Metric:
 
 CATALOGUE: tuple[Metric, ...] = (
     Metric("cachepilot_requests_total", "counter", ("arm", "outcome"),
-           "Requests by outcome: hit, semantic_hit, miss, bypass (the cache was not asked), error (the upstream failed)."),
+           "Requests by who answered: hit (stale and collapsed ones too), semantic_hit, miss (refreshes too), "
+           "bypass (the cache was not asked), error (the upstream failed)."),
     Metric("cachepilot_decisions_total", "counter", ("arm", "rule"), "Requests by the rule that decided (serving/policy.py)."),
     Metric("cachepilot_hits_total", "counter", ("arm", "tier"),
            "Hits by the tier that answered: memory, neighbour (another node's arena), redis, vector."),

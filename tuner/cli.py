@@ -232,7 +232,6 @@ def replay(
     settings = _settings(config).experiments.replay
     workload = TraceSource(trace, limit).whole().compress(speed)
     rate = f": {len(workload) / workload.duration:,.1f} a second" if workload.duration > 0 else ""
-    err.print(f"sending {len(workload):,} requests in {workload.duration:,.0f} s{rate}", markup=False)
     counts: Counter[int] = Counter()
 
     async def send(show: Callable[[str], None]) -> Any:
@@ -247,7 +246,13 @@ def replay(
             )
             show(f"{counts.total():,} sent{failed}; Ctrl-C ends it")
 
-        return await run_replay(workload, url, model=model, api_key=api_key, on_result=count, stop=stop, **settings.model_dump())
+        def begun() -> None:
+            requests = f"{len(workload):,} request{'s' * (len(workload) != 1)}"
+            err.print(f"sending {requests} in {workload.duration:,.0f} s{rate}", markup=False)
+
+        return await run_replay(
+            workload, url, model=model, api_key=api_key, on_start=begun, on_result=count, stop=stop, **settings.model_dump()
+        )
 
     with err.status("replaying") as status:
         result = asyncio.run(send(status.update))

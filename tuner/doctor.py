@@ -188,7 +188,10 @@ def _arena(gateway: GatewaySettings) -> Check:
     else:
         said = f"cachepilot serve makes one of {size} that goes with it; {path}, for serve run: {found}"
     others = [other for other in sorted(SHARED_MEMORY.glob("cachepilot-*")) if other != path and _unused(other)]
-    return Check(name, "ok", f"{said}; used by nobody: {', '.join(map(str, others))}" if others else said)
+    if others:
+        left = ", ".join(map(str, others))
+        return Check(name, "ok", f"{said}; used by nobody: {left}", "what a killed serve has left goes when the next one starts")
+    return Check(name, "ok", said)
 
 
 def _unused(path: Path) -> bool:

@@ -208,6 +208,13 @@ async def test_a_replay_that_is_let_in_nowhere_ends_at_once_though_the_next_requ
             await replay(make_trace([*np.zeros(20), 5000.0]), served.url, model="m")
 
 
+async def test_the_start_is_told_before_anything_is_sent(served):
+    asked = []
+    await replay(make_trace([0.0, 0.0]), served.url, model="m", on_start=lambda: asked.append(len(served.asked)))
+    assert asked == [0]
+    assert len(served.asked) == 2
+
+
 async def test_an_empty_trace_sends_nothing(served):
     result = await replay(make_trace([], prompt_id=np.empty(0, np.int64)), served.url, model="m")
     assert result.summary()["sent"] == 0
@@ -219,8 +226,10 @@ async def test_an_unreachable_gateway_is_named_with_the_fix():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        started = []
         with pytest.raises(ReplayError, match=r"nothing answers at .*/v1/models.*start the gateway"):
-            await replay(make_trace([0.0]), url, model="m")
+            await replay(make_trace([0.0]), url, model="m", on_start=lambda: started.append(url))
+        assert started == []
 
 
 @pytest.mark.parametrize("url", ["not a url", "ftp://x/"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,11 +271,40 @@ def test_an_access_log_that_cannot_be_written_is_told_before_anything_starts(tmp
     check_access_log(None)
 
 
-def test_one_request_is_replayed_at_no_rate(cachepilot: Cachepilot, tmp_path: Path) -> None:
+class _Answers(BaseHTTPRequestHandler):
+    """Answers whatever it is asked."""
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_replay_to_where_nothing_answers_says_so_alone(cachepilot: Cachepilot, tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n')
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: refused
         result = cachepilot("replay", str(path), "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
     failed(result, 1, "nothing answers at")
+    assert "sending" not in result.stderr
+
+
+def test_one_request_is_replayed_at_no_rate(cachepilot: Cachepilot, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n')
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = cachepilot("replay", str(path), "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert "sending 2 requests in 0 s" in result.stderr
     assert "a second" not in result.stderr
