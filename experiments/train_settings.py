@@ -78,7 +78,8 @@ class TrainSettings(BaseModel):
     workload: Workload = "sessions"
     traces: tuple[Path, ...] = Field(default=(), description="files that envs.workloads reads, for workload: traces")
     traces_dir: Path | None = Field(
-        default=None, description="folder of the real traces, for workload: suites; default: CACHEPILOT_TRACES, else ../shared/traces"
+        default=None,
+        description="folder of the real traces, for workload: suites; default: CACHEPILOT_TRACES, else ../shared/traces",
     )
     stretch: tuple[int, int] = Field(default=(4_000, 12_000), description="fewest and most requests of a stretch of a trace")
     train_share: float = Field(default=0.7, gt=0, lt=1)
