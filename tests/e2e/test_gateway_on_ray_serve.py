@@ -23,6 +23,7 @@ from serving.redis_config_store import RedisConfigStore
 from serving.tiers.base import EntryMeta
 from serving.tiers.redis import RedisTier
 from tests.e2e.stack import MODEL, Stack, chat, fetch, samples
+from tests.family import family
 from tests.waiting import until
 
 META = len(EntryMeta(model=MODEL).dump())
@@ -203,8 +204,8 @@ def test_the_ingress_listens_on_loopback_alone(stack: Stack) -> None:
         if item.status == psutil.CONN_LISTEN and item.laddr
     ]
     assert {address for _, address, number in listening if number == port} == {"127.0.0.1"}
-    ours = {process.pid for process in psutil.Process().children(recursive=True)}
-    proxies = {pid for pid in ours if psutil.Process(pid).name() == "haproxy"}
+    proxies = {pid for pid, words in family().items() if Path(words[0]).name == "haproxy"}
+    assert proxies
     assert {address for pid, address, _ in listening if pid in proxies} <= {"127.0.0.1"}
 
 
@@ -221,9 +222,8 @@ def test_the_ingress_takes_as_long_headers_as_operators_may_name_things(stack: S
 
 def test_an_ingress_that_another_one_replaces_lets_its_requests_last(stack: Stack) -> None:
     upstream, stops = stack.settings.upstream, []
-    for process in psutil.Process().children(recursive=True):
-        if process.name() == "haproxy":
-            words = process.cmdline()
+    for words in family().values():
+        if Path(words[0]).name == "haproxy":
             lines = Path(words[words.index("-f") + 1]).read_text(encoding="utf-8").splitlines()
             stops += [line.split()[1] for line in lines if line.strip().startswith("hard-stop-after")]
     assert stops

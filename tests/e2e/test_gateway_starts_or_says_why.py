@@ -18,6 +18,7 @@ import pytest
 
 from serving.app import GatewayNotStarted, start
 from serving.settings import GatewaySettings
+from tests.family import family
 
 pytestmark = pytest.mark.e2e
 AGENT_PORT = 52365
@@ -70,8 +71,9 @@ def running() -> tuple[set[int], list[tuple[str, list[str]]]]:
                 request = urllib.request.Request(f"{gateway.url}/v1/chat/completions", body, headers)
                 with urllib.request.urlopen(request, timeout=30.0) as answer:
                     answers.append((answer.headers["x-cache"], answer.headers.get_all("x-request-id")))
-            family = psutil.Process().children(recursive=True)
-            ports = {each.laddr.port for child in family for each in child.net_connections("inet") if each.status == "LISTEN"}
+            ours = family()
+            listening = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            ports = {each.laddr.port for each in listening if each.pid in ours}
         model.shutdown()
     return ports, answers
 

@@ -9,10 +9,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-import psutil
 import pytest
 
 from tests.e2e.stack import Stack, samples
+from tests.family import family
 from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")]
@@ -20,14 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore::pydantic.warn
 
 def replicas() -> set[int]:
     """The processes of the gateway's replicas."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if "ServeReplica:cachepilot" in " ".join(process.cmdline()):
-                found.add(process.pid)
-        except psutil.Error:
-            continue
-    return found
+    return {pid for pid, words in family().items() if "ServeReplica:cachepilot" in " ".join(words)}
 
 
 def hits(stack: Stack) -> Counter[tuple[str, str]]:
