@@ -426,5 +426,5 @@ def _written(card: Mapping[str, Any]) -> str:
 
 def _write_card(directory: Path, text: str) -> None:
     page = readme(json.loads(text))
-    write_output(directory / CARD, text.encode())
-    write_output(directory / README, page.encode())
+    write_output(directory / CARD, text)
+    write_output(directory / README, page)

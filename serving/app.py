@@ -259,6 +259,7 @@ def start(
                 " or deploy to that cluster with `serve run serving.app:build`"
             )
         session_logs = scratch / "ray" / "session_latest" / "logs"
+        replica_logs = logs if logs is not None else session_logs / "serve"
         if logs is not None:
             stack.callback(_keep_what_crashed, session_logs, logs)
         stack.callback(ray.shutdown)
@@ -286,7 +287,7 @@ def start(
                 logging_config={**logging_config, "enable_access_log": False},
             )
         except RuntimeError as error:
-            said = _failure_of_replicas(logs if logs is not None else session_logs / "serve")
+            said = _failure_of_replicas(replica_logs)
             raise GatewayNotStarted(f"the gateway did not start: {said or error}") from error
         url = f"http://{host}:{port}"
         _wait_for(url, deadline)
@@ -299,7 +300,7 @@ def start(
             _metrics_targets,
             closing.close,
             lambda seconds, hurry: _drain(scratch, port, seconds, hurry),
-            logs if logs is not None else session_logs / "serve",
+            replica_logs,
         )
 
 

@@ -136,15 +136,7 @@ class RedisConfigStore:
         now: float,
         leases: Collection[Lease] = (),
     ) -> DesiredState:
-        """Replace the desired state if its version still is ``expected_version`` (0: nothing written yet).
-
-        Args:
-            arms: The knobs of all arms.
-            expected_version: The version that they are to follow.
-            author: Who writes.
-            reason: Why.
-            now: Seconds since the epoch.
-            leases: Those that Redis must still have as they are here, in the same instant.
+        """Replace the desired state, if it and the leases still are these: :meth:`serving.config_store.ConfigStore.write`.
 
         Raises:
             VersionConflict: If the version is another one; nothing was written.

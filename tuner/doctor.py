@@ -209,9 +209,9 @@ def _vectors(gateway: GatewaySettings) -> Check:
     semantic = gateway.rules.semantic
     if not semantic.enabled:
         return Check("vector store", "ok", "none: answers by meaning are off (gateway.rules.semantic.enabled)")
-    missing, _, remedy = missing_package(semantic.vectors).partition(": ")
-    if missing:
-        return Check("vector store", "failed", f"{semantic.vectors.kind}: {missing}", remedy)
+    if missing := missing_package(semantic.vectors):
+        lacks, remedy = missing
+        return Check("vector store", "failed", f"{semantic.vectors.kind}: {lacks}", remedy)
     where = f" at {semantic.vectors.url}, not asked" if semantic.vectors.url is not None else ", in process"
     return Check("vector store", "ok", f"{semantic.vectors.kind}{where}")
 

@@ -87,7 +87,6 @@ class LeaseKeeper:
     Attributes:
         held: The leases that this tuner has, by arm, as the store has them.
         others: The leases that other tuners have, by arm.
-        news: What changed at the last :meth:`renew` and people should know, in words; :meth:`told` empties it.
     """
 
     def __init__(self, store: ConfigStore, arms: Iterable[str], *, owner: str, lasts: float, clock: Callable[[], float]) -> None:

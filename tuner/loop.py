@@ -237,8 +237,10 @@ class Tuner:
         try:
             await self._leases.renew()
             read = await self._store.read() or await self._put_back(state)
-        except (ConfigStoreUnavailable, VersionConflict, LeaseLost, ValueError) as error:
-            fault = _of_store(error)
+        except ConfigStoreUnavailable as error:
+            fault = str(error)
+        except (VersionConflict, LeaseLost, ValueError) as error:
+            fault = f"config store: {error}"
         else:
             absent = sorted(set(self._policies) - set(read.arms))
             if absent:
@@ -354,7 +356,7 @@ class Tuner:
         except VersionConflict:
             return state, "somebody else wrote newer knobs; held until the next interval"
         except ConfigStoreUnavailable as error:
-            return state, _of_store(error)
+            return state, str(error)
         space = self._settings.space
         for arm in self._policies:
             move = space.to_steps(written.arms[arm]) - space.to_steps(state.arms[arm])
@@ -368,7 +370,7 @@ class Tuner:
             try:
                 replicas = await self._store.applied()
             except ConfigStoreUnavailable as error:
-                return 0, 0, _of_store(error)
+                return 0, 0, str(error)
             behind = sorted(item.replica for item in replicas if item.version != state.version)
             confirmed = len(replicas) - len(behind)
             if (replicas and not behind) or not patient:
@@ -431,9 +433,3 @@ def _held(step: ArmStep) -> ArmStep:
 def _standing_by(step: ArmStep, owner: str) -> ArmStep:
     """The step of an arm whose lease another tuner has."""
     return replace(step, verdict=Verdict(step.knobs, "hold", f"standing by: {owner} has the lease"))
-
-
-def _of_store(error: Exception) -> str:
-    """Return what a fault of the config store says, which may say by itself whose it is."""
-    text = str(error)
-    return text if text.startswith("config store: ") else f"config store: {text}"

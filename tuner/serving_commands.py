@@ -173,9 +173,8 @@ def check_vectors(gateway: GatewaySettings) -> None:
         CommandError: If it is not; says what to install.
     """
     semantic = gateway.rules.semantic
-    missing = missing_package(semantic.vectors) if semantic.enabled else ""
-    if missing:
-        raise CommandError(f"serve: gateway.rules.semantic.vectors.kind = {semantic.vectors.kind!r}: {missing}")
+    if semantic.enabled and (missing := missing_package(semantic.vectors)):
+        raise CommandError(f"serve: gateway.rules.semantic.vectors.kind = {semantic.vectors.kind!r}: {': '.join(missing)}")
 
 
 def redis_answers(url: str) -> bool:

@@ -176,12 +176,12 @@ class VectorStore(Protocol):
         ...
 
 
-def missing_package(settings: VectorSettings) -> str:
-    """Return what to install for the store that the settings name; ``""`` where it is there. Imports nothing."""
+def missing_package(settings: VectorSettings) -> tuple[str, str] | None:
+    """Return what the store that the settings name lacks and how to install it; None where it is there. Imports nothing."""
     package = _PACKAGES.get(settings.kind)
     if package is None or importlib.util.find_spec(package) is not None:
-        return ""
-    return f"{package} is not installed: pip install 'cachepilot[{settings.kind}]'"
+        return None
+    return f"{package} is not installed", f"pip install 'cachepilot[{settings.kind}]'"
 
 
 def open_store(settings: VectorSettings, *, dim: int, namespace: str) -> VectorStore:
